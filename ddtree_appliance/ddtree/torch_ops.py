@@ -1,0 +1,212 @@
+"""The steps around the two model forwards for a whole batch, in torch: the twins that fused kernels must equal.
+
+Shapes: b requests, V = node budget + 1 (verify width), D = block size - 1 (deepest node), K candidates per depth,
+L = min(D, budget) + 1 (longest accepted run). No function reads a device value on the host, so none waits for the
+device; every output shape follows from shapes and plain integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ddtree_appliance.ddtree.tree import NO_PARENT, NO_TOKEN
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """b draft trees, each padded to V rows. Row 0 is the root.
+
+    token_ids: [b, V] int64, `NO_TOKEN` at the root and at padding.
+    parents: [b, V] int64, `NO_PARENT` at the root and at padding.
+    depths: [b, V] int64, 0 at the root and at padding.
+    ancestors: [b, V, V] bool, True where the row's node may attend to the column's: its ancestors and itself.
+    """
+
+    token_ids: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AcceptBatch:
+    """What one verify step accepted.
+
+    path: [b, L] int64, the accepted node at each depth; past the accepted run, the depth itself (so that gathers and
+        moves along it are defined and harmless).
+    num_correct: [b] int32, accepted drafts, the bonus token not counted.
+    tokens: [b, L] int64, the accepted run and the bonus token, 0 after them.
+    bonus: [b] int64.
+    """
+
+    path: torch.Tensor
+    num_correct: torch.Tensor
+    tokens: torch.Tensor
+    bonus: torch.Tensor
+
+
+def top_candidates(
+    hidden_states: torch.Tensor, head_weight: torch.Tensor, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K most probable tokens per position under the target's head.
+
+    hidden_states: [b, D, H]; head_weight: [vocabulary, H].
+    Returns log-probabilities [b, D, K] fp32 of the full vocabulary, clipped to <= 0 and NaN as -inf, and token ids
+    [b, D, K] int64, ordered by (log-probability descending, token id ascending), also at the cut.
+    """
+    logits = torch.matmul(hidden_states.to(head_weight.dtype), head_weight.T).float()
+    logprobs = _clipped(torch.log_softmax(logits, dim=-1))
+    vocabulary = logprobs.shape[-1]
+    # topk leaves the order of ties open. The bits of a non-positive float, read as an integer, grow as the float falls:
+    # (bits, token id) in one int64 is a key without ties whose smallest entries are the candidates in order.
+    # +0.0 has sign bit 0 and -0.0 has 1; adding 0.0 makes both +0.0, and its key 0 is the smallest, as it should be.
+    bits = (logprobs + 0.0).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    ids = torch.arange(vocabulary, device=logits.device, dtype=torch.int64)
+    key = (bits << 31) | ids
+    ranked = torch.topk(key, min(topk, vocabulary), dim=-1, largest=False, sorted=True).values
+    token_ids = ranked & 0x7FFFFFFF
+    return torch.gather(logprobs, -1, token_ids), token_ids
+
+
+def _clipped(logprobs: torch.Tensor) -> torch.Tensor:
+    return logprobs.masked_fill(logprobs.isnan(), float("-inf")).clamp(max=0.0)
+
+
+def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int) -> TreeBatch:
+    """`tree.build_tree` for a batch, level by level.
+
+    topk_logprobs: [b, D, K] fp32, ordered as `top_candidates` returns them; topk_ids: [b, D, K] int64.
+
+    Why this equals the best-first search: a child's score never exceeds its parent's and its depth is larger, so
+    best-first takes nodes in the order of their keys (-score, depth, parent index, rank), and a node with `budget`
+    smaller keys is never taken. Within a level, "parent index" orders the parents as their level does, so one stable
+    sort per level by score (over parent-major, rank-minor candidates) and one over the concatenated levels reproduce
+    the key exactly, ties included.
+    """
+    batch, max_depth, topk = topk_logprobs.shape
+    device = topk_logprobs.device
+    topk_logprobs = _clipped(topk_logprobs)
+    levels = min(max_depth, budget)
+    scores = torch.zeros((batch, 1), dtype=torch.float32, device=device)
+    level_scores, level_tokens, level_parents, level_depths = [], [], [], []
+    offset = 0  # of the previous level's first row in the concatenation, whose row 0 is the root
+    for level in range(levels):
+        candidates = (scores.unsqueeze(2) + topk_logprobs[:, level].unsqueeze(1)).flatten(1)
+        ranked = torch.sort(candidates, dim=1, descending=True, stable=True)
+        scores, order = ranked.values[:, :budget], ranked.indices[:, :budget]
+        level_scores.append(scores)
+        level_tokens.append(torch.gather(topk_ids[:, level], 1, order % topk))
+        level_parents.append(order // topk + offset)
+        level_depths.append(torch.full_like(order, level + 1))
+        offset += 1 if level == 0 else level_scores[-2].shape[1]
+
+    if not levels or not topk:
+        return _with_ancestors(
+            torch.full((batch, budget + 1), NO_TOKEN, dtype=torch.int64, device=device),
+            torch.full((batch, budget + 1), NO_PARENT, dtype=torch.int64, device=device),
+            torch.zeros((batch, budget + 1), dtype=torch.int64, device=device),
+            depth=0,
+        )
+    all_scores = torch.cat(level_scores, dim=1)
+    ranked = torch.sort(all_scores, dim=1, descending=True, stable=True)
+    taken = ranked.indices[:, :budget]
+    finite = torch.isfinite(ranked.values[:, :budget])
+    # Where each row of the concatenation (root first) ended up; rows that were not taken are never looked up.
+    index_of = torch.zeros((batch, all_scores.shape[1] + 1), dtype=torch.int64, device=device)
+    index_of.scatter_(1, taken + 1, torch.arange(1, taken.shape[1] + 1, device=device).expand_as(taken))
+    parents = torch.gather(index_of, 1, torch.gather(torch.cat(level_parents, dim=1), 1, taken))
+
+    def column(values: torch.Tensor, padding: int) -> torch.Tensor:
+        rows = torch.full((batch, budget + 1), padding, dtype=torch.int64, device=device)
+        rows[:, 1 : taken.shape[1] + 1] = torch.where(finite, values, padding)
+        return rows
+
+    return _with_ancestors(
+        column(torch.gather(torch.cat(level_tokens, dim=1), 1, taken), NO_TOKEN),
+        column(parents, NO_PARENT),
+        column(torch.gather(torch.cat(level_depths, dim=1), 1, taken), 0),
+        depth=levels,
+    )
+
+
+def _with_ancestors(token_ids: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, depth: int) -> TreeBatch:
+    """Close the parent relation by pointer doubling: after k rounds each row knows its 2^k nearest ancestors."""
+    batch, width = parents.shape
+    ancestors = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    # A row without a parent points at itself, which adds nothing.
+    jump = torch.where(parents == NO_PARENT, torch.arange(width, device=parents.device), parents)
+    reach = 1
+    while reach <= depth:
+        ancestors = ancestors | torch.gather(ancestors, 1, jump.unsqueeze(2).expand(-1, -1, width))
+        jump = torch.gather(jump, 1, jump)
+        reach *= 2
+    return TreeBatch(token_ids, parents, depths, ancestors.contiguous())
+
+
+def node_positions(depths: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    """Each node's position in its request: prefix + depth, whatever its index. [b, V], [b] -> [b, V] int64."""
+    return prefix_lens.to(torch.int64).unsqueeze(1) + depths
+
+
+def verify_mask(ancestors: torch.Tensor, prefix_lens: torch.Tensor, prefix_lens_bound: int) -> torch.Tensor:
+    """SGLang's flat allow-mask of a verify step: per request [V, prefix + V], True where attention is allowed.
+
+    ancestors: [b, V, V] bool; prefix_lens: [b] on the device; prefix_lens_bound: an upper bound of their sum, known on
+    the host. Returns a flat bool tensor of V * (bound + b * V) entries; those past the real end are True and unread.
+    """
+    batch, width, _ = ancestors.shape
+    mask = torch.ones(width * (prefix_lens_bound + batch * width), dtype=torch.bool, device=ancestors.device)
+    row_len = prefix_lens.to(torch.int64) + width
+    start = torch.cumsum(row_len * width, dim=0) - row_len * width
+    rows = torch.arange(width, device=mask.device)
+    # The last `width` columns of each row are the tree; the columns before them, the prefix, stay True.
+    cell = start.view(-1, 1, 1) + rows.view(1, -1, 1) * row_len.view(-1, 1, 1) + (row_len - width).view(-1, 1, 1) + rows
+    mask[cell.flatten()] = ancestors.flatten()
+    return mask
+
+
+def accept_greedy(trees: TreeBatch, target_predict: torch.Tensor, max_run: int) -> AcceptBatch:
+    """Follow the target's own choice from the root as long as the tree holds it.
+
+    target_predict: [b, V] int64, the target's argmax after each node; max_run: L.
+    A node is on the path if its token is what the target chose after its parent, and so for all its ancestors.
+    """
+    parents = trees.parents.clamp(min=0)
+    chosen = trees.token_ids == torch.gather(target_predict, 1, parents)
+    chosen &= trees.parents != NO_PARENT
+    chosen[:, 0] = True
+    on_path = ~(trees.ancestors & ~chosen.unsqueeze(1)).any(dim=2)
+    num_correct = on_path.sum(dim=1) - 1
+
+    batch, width = on_path.shape
+    depth = torch.arange(max_run, device=on_path.device).expand(batch, -1)
+    path = depth.clone()
+    # One accepted node per depth at most; the others write to a column of their own, which is dropped.
+    column = torch.where(on_path, trees.depths, max_run)
+    path = torch.cat([path, path[:, :1]], dim=1)
+    path.scatter_(1, column, torch.arange(width, device=on_path.device).expand(batch, -1))
+    path = path[:, :max_run].contiguous()
+
+    within = depth <= num_correct.unsqueeze(1)
+    tokens = torch.where(within, torch.gather(target_predict, 1, path), 0)
+    bonus = torch.gather(tokens, 1, num_correct.unsqueeze(1)).squeeze(1)
+    return AcceptBatch(path, num_correct.to(torch.int32), tokens, bonus)
+
+
+def path_slots(slots: torch.Tensor, accepted: AcceptBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the accepted path's KV lies and where it belongs.
+
+    slots: [b, >= V] int64, the KV slots after each request's prefix, in node order.
+    Returns (source, target), both [b, L] int64. Entries past the accepted run name the same slot twice. A node's index
+    is at least its depth, so a target is never a source that comes later in depth order.
+    """
+    run = accepted.path.shape[1]
+    return torch.gather(slots, 1, accepted.path), slots[:, :run].contiguous()
+
+
+def gather_path(rows: torch.Tensor, accepted: AcceptBatch) -> torch.Tensor:
+    """Rows of the accepted nodes in path order: [b * V, H] -> [b, L, H]."""
+    per_request = rows.view(len(accepted.path), -1, rows.shape[-1])
+    return torch.gather(per_request, 1, accepted.path.unsqueeze(2).expand(-1, -1, rows.shape[-1]))

@@ -1,0 +1,103 @@
+"""Start SGLang only if it is the patched one, DDTREE is really registered, and its arguments are sound.
+
+SGLang reports a bad argument as a traceback and swallows a plugin's failure; here each is one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ddtree_appliance.errors import HostError, PatchError, UsageError
+
+
+def launch(sglang_arguments: Sequence[str]) -> int:
+    """Run SGLang's server in this process with `sglang_arguments` until it stops.
+
+    Raises PatchError if the installed SGLang is not the patched one, HostError if it is missing or DDTREE is not
+    registered, UsageError for arguments that SGLang or DDTREE refuses; all before weights are loaded.
+    """
+    check_model_paths(sglang_arguments)
+    check_patched()
+    server_args = prepare(sglang_arguments)
+
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def check_model_paths(sglang_arguments: Sequence[str]) -> None:
+    """Refuse a model folder that does not exist or holds no config.json, before SGLang asks a model hub for it."""
+    parser = _PathParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", dest="model")
+    parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", dest="drafter")
+    given, _ = parser.parse_known_args(list(sglang_arguments))
+    for flag, value in (("--model-path", given.model), ("--speculative-draft-model-path", given.drafter)):
+        if value is None or not value.startswith(("/", ".", "~")):
+            continue
+        folder = Path(value)
+        if not folder.is_dir():
+            raise UsageError(f"{flag}: {value} is not a folder", "mount it, or correct the path")
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"{flag}: {value} holds no config.json", "point at the folder of one complete checkpoint")
+
+
+class _PathParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def check_patched() -> None:
+    """Refuse an SGLang whose files differ from the patch manifest. Raises PatchError."""
+    from ddtree_appliance.patching import verify_installed
+
+    report = verify_installed()
+    if report.problems:
+        raise PatchError(
+            "the installed SGLang is not the patched one: " + "; ".join(report.problems),
+            "install the wheel that `ddtree-appliance patches apply` builds",
+        )
+
+
+@contextmanager
+def _one_line_usage_errors() -> Iterator[None]:
+    # SGLang makes its own parser, whose errors come behind a usage text of several hundred lines.
+    original = argparse.ArgumentParser.error
+
+    def error(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    argparse.ArgumentParser.error = error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.error = original  # type: ignore[method-assign]
+
+
+def prepare(sglang_arguments: Sequence[str]) -> Any:
+    """SGLang's ServerArgs for `sglang_arguments`, with plugins loaded. Raises HostError or UsageError."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    load_plugins()
+    try:
+        SpeculativeAlgorithm.from_string("DDTREE")
+    except ValueError as error:
+        raise HostError(
+            "DDTREE is not registered with SGLang", "its log above says why; is ddtree-appliance installed beside it?"
+        ) from error
+    try:
+        with _one_line_usage_errors():
+            return prepare_server_args(list(sglang_arguments))
+    except (ValueError, AssertionError, OSError, NotImplementedError) as error:
+        raise UsageError(" ".join(str(error).split()) or repr(error), "see ddtree-appliance launch --help") from error

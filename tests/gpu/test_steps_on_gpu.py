@@ -1,0 +1,99 @@
+"""The steps around the two forwards on a GPU: the same results as on the CPU, and no wait for the host.
+
+Run by anyone with a GPU host: pytest -m gpu tests/gpu/test_steps_on_gpu.py. Needs torch alone. Not part of CI.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from ddtree_appliance.ddtree.kernels import kernels_for  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+BLOCK, VOCABULARY, HIDDEN = 16, 4096, 256
+
+
+@contextmanager
+def host_waits_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def one_step(device: str, batch: int, budget: int, candidates: Any, prefix_lens: Any, predict: Any) -> dict[str, Any]:
+    """Every step after the candidates are known, with inputs on `device`."""
+    kernels = kernels_for(device)
+    trees = kernels.build_trees(*candidates, budget)
+    accepted = kernels.accept_greedy(trees, predict(trees), min(BLOCK, budget + 1))
+    slots = torch.arange(batch * (budget + BLOCK), device=device).view(batch, -1)
+    source, target = kernels.path_slots(slots, accepted)
+    return {
+        "token_ids": trees.token_ids,
+        "parents": trees.parents,
+        "depths": trees.depths,
+        "positions": kernels.node_positions(trees.depths, prefix_lens),
+        "mask": kernels.verify_mask(trees.ancestors, prefix_lens, 4096 * batch),
+        "path": accepted.path,
+        "tokens": accepted.tokens,
+        "bonus": accepted.bonus,
+        "source": source,
+        "target": target,
+        "hidden": kernels.gather_path(trees.depths.view(-1, 1).expand(-1, 8).float(), accepted),
+    }
+
+
+def follow_first_children(trees: Any) -> Any:
+    """A prediction that walks down the tree: after each node, the token of the next row (its child if there is one)."""
+    return trees.token_ids.roll(-1, dims=1).clamp(min=0)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 16, 64, 128])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_steps_on_the_gpu_equal_the_cpu_and_wait_for_nothing(batch: int, budget: int) -> None:
+    generator = torch.Generator().manual_seed(batch * 1000 + budget)
+    # Few distinct values, so that ties are everywhere.
+    logits = torch.randint(0, 40, (batch, BLOCK - 1, VOCABULARY), generator=generator).float() / 4
+    logprobs = logits.log_softmax(-1)
+    values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
+    candidates = values[..., :16].contiguous(), ids[..., :16].contiguous()
+    prefix_lens = torch.randint(1, 2000, (batch,), generator=generator)
+
+    expected = one_step("cpu", batch, budget, candidates, prefix_lens, follow_first_children)
+    on_gpu = tuple(tensor.cuda() for tensor in candidates)
+    prefix_on_gpu = prefix_lens.cuda()
+    with host_waits_are_errors():
+        got = one_step("cuda", batch, budget, on_gpu, prefix_on_gpu, follow_first_children)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("topk", [1, 16, 64])
+def test_top_candidates_on_the_gpu_wait_for_nothing_and_rank_ties_by_token_id(topk: int) -> None:
+    hidden = torch.randn(8, BLOCK - 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    # Every row twice: each candidate ties with its twin.
+    half = torch.randn(VOCABULARY // 2, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weight = torch.cat([half, half])
+    kernels = kernels_for("cuda")
+    with host_waits_are_errors():
+        logprobs, ids = kernels.top_candidates(hidden, weight, topk)
+    logits = torch.matmul(hidden, weight.T).float()
+    full = logits.log_softmax(-1)
+    order = full.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    assert torch.equal(ids, order)
+    assert torch.equal(logprobs, full.gather(-1, order))
+
+
+def test_the_check_catches_a_wait() -> None:
+    value = torch.ones(1, device="cuda")
+    with pytest.raises(RuntimeError), host_waits_are_errors():
+        value.item()

@@ -1,0 +1,67 @@
+"""Deliberate faults for the negative controls: an SGLang plugin that breaks one step of DDTREE in a test's server.
+
+The test puts this folder on the server's PYTHONPATH and names the fault in DDTREE_SABOTAGE. Nothing in the product
+knows of it: the faults replace entries of the kernel table, or a function of SGLang, before the worker is made.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ddtree_appliance.ddtree import kernels, torch_ops
+
+
+def mask_dropped(ancestors: torch.Tensor, prefix_lens: torch.Tensor, bound: int) -> torch.Tensor:
+    """Causal in node order, as a backend without the mask would be."""
+    return torch_ops.verify_mask(torch.ones_like(ancestors).tril(), prefix_lens, bound)
+
+
+def kv_not_moved(slots: torch.Tensor, accepted: torch_ops.AcceptBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    _, target = torch_ops.path_slots(slots, accepted)
+    return target, target
+
+
+def hidden_in_slot_order(rows: torch.Tensor, accepted: torch_ops.AcceptBatch) -> torch.Tensor:
+    batch, run = accepted.path.shape
+    return rows.view(batch, -1, rows.shape[-1])[:, :run].contiguous()
+
+
+def positions_by_index(depths: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    return prefix_lens.unsqueeze(1) + torch.arange(depths.shape[1])
+
+
+def builder_ignores_path(logprobs: torch.Tensor, ids: torch.Tensor, budget: int) -> torch_ops.TreeBatch:
+    """Ranks count instead of log-probabilities: a valid tree, but not the most probable one."""
+    ranks = torch.arange(logprobs.shape[2], dtype=torch.float32).expand_as(logprobs)
+    return torch_ops.build_trees(-1.0 - ranks, ids, budget)
+
+
+def reserve_from_budget_alone() -> None:
+    from sglang.srt.mem_cache import allocation_sizing
+    from sglang.srt.runtime_context import get_server_args
+
+    def verify_width(server_args: Any = None) -> int:
+        return int((server_args or get_server_args()).max_speculative_num_draft_tokens)
+
+    allocation_sizing.get_alloc_len_per_decode = verify_width
+
+
+KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "mask_dropped": ("verify_mask", mask_dropped),
+    "kv_not_moved": ("path_slots", kv_not_moved),
+    "hidden_in_slot_order": ("gather_path", hidden_in_slot_order),
+    "positions_by_index": ("node_positions", positions_by_index),
+    "builder_ignores_path": ("build_trees", builder_ignores_path),
+}
+
+
+def register() -> None:
+    fault = os.environ["DDTREE_SABOTAGE"]
+    if fault == "reserve_from_budget_alone":
+        reserve_from_budget_alone()
+        return
+    step, function = KERNEL_FAULTS[fault]
+    kernels.TABLES["cpu"] = replace(kernels.TORCH, **{step: function})

@@ -1,0 +1,164 @@
+"""What `launch` refuses before it imports SGLang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddtree_appliance import launch, patching
+from ddtree_appliance.errors import EXIT_USAGE, PatchError, UsageError
+from ddtree_appliance.launch import check_model_paths, check_patched
+from ddtree_appliance.patching import VerifyReport
+
+FLAGS = [
+    ("--model-path", "--model-path"),
+    ("--model", "--model-path"),
+    ("--speculative-draft-model-path", "--speculative-draft-model-path"),
+    ("--speculative-draft-model", "--speculative-draft-model-path"),
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def in_both_forms(flag: str, value: object) -> list[list[str]]:
+    return [[flag, str(value)], [f"{flag}={value}"]]
+
+
+# Model folders
+
+
+@pytest.mark.parametrize("flag", [flag for flag, _ in FLAGS])
+def test_a_folder_with_a_configuration_is_accepted(flag: str, checkpoint: Path) -> None:
+    for arguments in in_both_forms(flag, checkpoint):
+        check_model_paths(arguments)
+
+
+@pytest.mark.parametrize("flag,name", FLAGS)
+def test_a_missing_folder_is_refused_with_flag_and_path(flag: str, name: str, tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    for arguments in in_both_forms(flag, missing):
+        with pytest.raises(UsageError) as caught:
+            check_model_paths(["--port", "1", *arguments, "--device", "cpu"])
+        assert caught.value.message == f"{name}: {missing} is not a folder"
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize("flag,name", FLAGS)
+def test_a_folder_without_a_configuration_is_refused(flag: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()  # a folder of that name is no configuration
+    for arguments in in_both_forms(flag, tmp_path):
+        with pytest.raises(UsageError) as caught:
+            check_model_paths(arguments)
+        assert caught.value.message == f"{name}: {tmp_path} holds no config.json"
+
+
+def test_a_file_is_no_model_folder(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="is not a folder"):
+        check_model_paths(["--model-path", str(checkpoint / "config.json")])
+
+
+@pytest.mark.parametrize("value", ["./nowhere", "../nowhere", "~/nowhere", "."])
+def test_a_relative_path_is_a_path(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"^--model-path: "):
+        check_model_paths(["--model-path", value])
+
+
+def test_target_and_drafter_are_both_checked(checkpoint: Path, tmp_path: Path) -> None:
+    good, bad = str(checkpoint), str(tmp_path / "nowhere")
+    check_model_paths(["--model-path", good, "--speculative-draft-model-path", good])
+    with pytest.raises(UsageError, match=r"^--speculative-draft-model-path: "):
+        check_model_paths(["--model-path", good, "--speculative-draft-model-path", bad])
+    with pytest.raises(UsageError, match=r"^--model-path: "):
+        check_model_paths(["--speculative-draft-model-path", good, "--model-path", bad])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--help"],
+        # ids on a model hub are SGLang's business
+        ["--model-path", "Qwen/Qwen3-8B"],
+        ["--model=Qwen/Qwen3-8B", "--speculative-draft-model=z-lab/Qwen3-8B-DFlash"],
+        # flags that only look alike
+        ["--model-loader-extra-config", "/nowhere"],
+        ["--model-impl", "/nowhere", "--served-model-name", "/nowhere"],
+        ["--speculative-draft-model-revision", "/nowhere"],
+        ["--tokenizer-path", "/nowhere", "positional", "/nowhere"],
+    ],
+)
+def test_what_names_no_model_folder_is_left_alone(arguments: list[str]) -> None:
+    before = list(arguments)
+    check_model_paths(arguments)
+    assert arguments == before
+
+
+# The installed engine
+
+
+def report(*problems: str) -> VerifyReport:
+    return VerifyReport(Path("/site"), "0.5.17", None, (), 0, False, problems)
+
+
+def test_a_patched_engine_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "verify_installed", report)
+    check_patched()
+
+
+def test_an_unpatched_engine_is_refused_with_every_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = ("sglang 0.5.17 is installed but not patched (manifest is missing)", "a.py: differs")
+    monkeypatch.setattr(patching, "verify_installed", lambda: report(*problems))
+    with pytest.raises(PatchError) as caught:
+        check_patched()
+    assert caught.value.message == f"the installed SGLang is not the patched one: {problems[0]}; {problems[1]}"
+    assert "patches apply" in (caught.value.hint or "")
+
+
+def test_nothing_is_started_when_a_check_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def verify_installed() -> VerifyReport:
+        asked.append("patched")
+        return report("not patched")
+
+    monkeypatch.setattr(patching, "verify_installed", verify_installed)
+    monkeypatch.setattr(launch, "prepare", lambda arguments: asked.append("prepared"))
+    with pytest.raises(UsageError):
+        launch.launch(["--model-path", str(checkpoint / "nowhere")])
+    assert asked == []
+    with pytest.raises(PatchError):
+        launch.launch(["--model-path", str(checkpoint)])
+    assert asked == ["patched"]
+
+
+# The command line
+
+RUN = """
+import sys
+from ddtree_appliance.cli import main
+code = main(sys.argv[1:])
+assert "sglang" not in sys.modules and "torch" not in sys.modules, "the engine was imported"
+sys.exit(code)
+"""
+
+
+def test_a_missing_model_folder_is_one_error_line_and_no_engine(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    arguments = ["launch", "--", "--model-path", str(missing), "--port", "1"]
+    done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_USAGE
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"error: --model-path: {missing} is not a folder",
+        "hint: mount it, or correct the path",
+    ]

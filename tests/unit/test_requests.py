@@ -1,0 +1,262 @@
+"""Which requests DDTREE refuses, asked with SGLang's own request classes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from array import array
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ddtree_appliance.ddtree.requests import REQUEST_FIELDS, SAMPLING_RULES, refusal, unsupported_features
+from ddtree_appliance.rehearsal.server import STAND_INS
+
+torch = pytest.importorskip("torch", reason="needs the rehearsal environment (torch)")
+
+
+def import_sglang(name: str) -> ModuleType:
+    """A module of SGLang as the CPU rehearsal imports it: its kernels are the stand-ins, its warnings its own.
+
+    Called by tests only, never while they are collected: other tests show that SGLang is not imported.
+    """
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    sys.path.insert(0, str(STAND_INS))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module: ModuleType = pytest.importorskip(name, reason="needs the rehearsal environment (SGLang)")
+    finally:
+        sys.path.remove(str(STAND_INS))
+    return module
+
+
+def sampling_params_class() -> Any:
+    return import_sglang("sglang.srt.sampling.sampling_params").SamplingParams
+
+
+def tokenized_class() -> Any:
+    return import_sglang("sglang.srt.managers.io_struct").TokenizedGenerateReqInput
+
+
+GREEDY = {"temperature": 0}
+
+
+def tokenized(sampling: dict[str, Any], **fields: Any) -> Any:
+    """The request as the tokenizer manager sends it to the scheduler."""
+    required = {
+        "input_text": "x",
+        "input_ids": array("q", [5, 6]),
+        "input_embeds": None,
+        "mm_inputs": None,
+        "token_type_ids": None,
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "token_ids_logprob": None,
+        "stream": False,
+    }
+    params = sampling_params_class()(**sampling)
+    return tokenized_class()(sampling_params=params, **{**required, **fields})
+
+
+def scheduled(sampling: dict[str, Any], **fields: Any) -> Any:
+    """The request as the scheduler keeps it."""
+    req_class = import_sglang("sglang.srt.managers.schedule_batch").Req
+    return req_class("rid", "x", array("q", [5, 6]), sampling_params_class()(**sampling), **fields)
+
+
+class Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [0] * len(text)
+
+
+# Requests that are served
+
+
+@pytest.mark.parametrize("make", [tokenized, scheduled])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0},
+        {"temperature": 0.0, "max_new_tokens": 1},
+        {"temperature": 1e-7},  # SGLang takes this for 0
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.7, "top_k": 1},
+        {**GREEDY, "max_new_tokens": None},
+        {**GREEDY, "top_p": 0.5, "min_p": 0.1, "top_k": 40},  # without effect on the most probable token
+        {**GREEDY, "stop": "end"},
+        {**GREEDY, "stop": ["a", "b"]},
+        {**GREEDY, "stop_token_ids": [3, 4]},
+        {**GREEDY, "stop_regex": "a+"},
+        {**GREEDY, "ignore_eos": True},
+        {**GREEDY, "n": 4},
+        {**GREEDY, "sampling_seed": 7},
+        {**GREEDY, "skip_special_tokens": False, "spaces_between_special_tokens": False, "no_stop_trim": True},
+        {**GREEDY, "stream_interval": 3},
+        # a feature that is named but not asked for
+        {**GREEDY, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1, "min_new_tokens": 0},
+        {**GREEDY, "logit_bias": None, "json_schema": None, "regex": "", "ebnf": None, "structural_tag": ""},
+        {**GREEDY, "logit_bias": {}, "custom_params": {}},
+        {**GREEDY, "custom_params": {"note": "for a processor that is not there"}},
+    ],
+)
+def test_greedy_requests_are_served(make: Any, sampling: dict[str, Any]) -> None:
+    request = make(sampling)
+    assert unsupported_features(request) == []
+    assert refusal(request) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True},
+        {"token_ids_logprob": []},
+        {"token_ids_logprob": [1]},  # asks for nothing as long as return_logprob is off
+        {"top_logprobs_num": 5},
+        {"priority": 3, "extra_key": "salt", "routing_key": "k"},
+        {"input_embeds": []},
+        {"lora_id": ""},
+        {"lora_id": None, "custom_logit_processor": None, "session_params": None, "mm_inputs": None},
+        {"return_hidden_states": False, "return_sampling_mask": False, "return_routed_experts": False},
+        {"session_id": "a"},  # a label only, unless sessions are enabled, which the start rules refuse
+    ],
+)
+def test_fields_that_ask_for_nothing_new_are_served(fields: dict[str, Any]) -> None:
+    assert refusal(tokenized(GREEDY, **fields)) is None
+
+
+def test_normalized_and_transported_parameters_are_judged_alike() -> None:
+    msgspec = pytest.importorskip("msgspec", reason="needs the rehearsal environment (SGLang)")
+    for sampling, is_served in (({"temperature": 0, "stop": "x"}, True), ({"temperature": 0.7}, False)):
+        request = tokenized(sampling)
+        request.sampling_params.normalize(Tokenizer())
+        wire = msgspec.msgpack.encode(request.sampling_params)
+        request.sampling_params = msgspec.msgpack.decode(wire, type=sampling_params_class())
+        assert request.sampling_params.is_normalized
+        assert (refusal(request) is None) is is_served
+
+
+# Requests that are refused, by name
+
+SAMPLING = "sampling (send temperature=0; SGLang's default is 1.0)"
+REFUSED_SAMPLING: list[tuple[str, dict[str, Any]]] = [
+    (SAMPLING, {}),
+    (SAMPLING, {"temperature": 0.7}),
+    (SAMPLING, {"temperature": None}),
+    (SAMPLING, {"temperature": 1e-5}),
+    (SAMPLING, {"top_k": 2}),
+    (SAMPLING, {"top_k": -1}),
+    ("frequency_penalty", {**GREEDY, "frequency_penalty": 0.1}),
+    ("frequency_penalty", {**GREEDY, "frequency_penalty": -2.0}),
+    ("presence_penalty", {**GREEDY, "presence_penalty": 0.1}),
+    ("presence_penalty", {**GREEDY, "presence_penalty": -0.1}),
+    ("repetition_penalty", {**GREEDY, "repetition_penalty": 1.1}),
+    ("repetition_penalty", {**GREEDY, "repetition_penalty": 0.9}),
+    ("min_new_tokens", {**GREEDY, "min_new_tokens": 1}),
+    ("logit_bias", {**GREEDY, "logit_bias": {"5": -100.0}}),
+    ("json_schema", {**GREEDY, "json_schema": "{}"}),
+    ("regex", {**GREEDY, "regex": "a"}),
+    ("ebnf", {**GREEDY, "ebnf": "root ::= 'a'"}),
+    ("structural_tag", {**GREEDY, "structural_tag": "{}"}),
+    ("max_thinking_tokens", {**GREEDY, "custom_params": {"thinking_budget": 0}}),
+]
+# A request carries each of these twice: as the tokenizer manager sends it, and as the scheduler keeps it.
+REFUSED_FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("return_logprob", {"return_logprob": True}, {"return_logprob": True}),
+    ("custom_logit_processor", {"custom_logit_processor": "{}"}, {"custom_logit_processor": "{}"}),
+    ("return_hidden_states", {"return_hidden_states": True}, {"return_hidden_states": True}),
+    ("return_hidden_states", {"return_hidden_states": "last"}, {"return_hidden_states": "last"}),
+    ("return_sampling_mask", {"return_sampling_mask": True}, {"return_sampling_mask": True}),
+    ("return_routed_experts", {"return_routed_experts": True}, {"return_routed_experts": True}),
+    ("return_indexer_topk", {"return_indexer_topk": True}, {"return_indexer_topk": True}),
+    ("LoRA (lora_path)", {"lora_id": "a1"}, {"lora_id": "a1"}),
+    ("input_embeds", {"input_embeds": [[0.5]]}, {"input_embeds": [[0.5]]}),
+    # tensors have no truth value
+    ("input_embeds", {"positional_embed_overrides": torch.zeros(2)}, {"positional_embed_overrides": torch.zeros(2)}),
+    ("images, audio or video", {"mm_inputs": object()}, {"multimodal_inputs": object()}),
+    ("images, audio or video", {"mm_inputs": torch.zeros(2)}, {"multimodal_inputs": torch.zeros(2)}),
+    ("sessions (session_params)", {"session_params": object()}, {"session": object()}),
+]
+
+
+@pytest.mark.parametrize("make", [tokenized, scheduled])
+@pytest.mark.parametrize("name,sampling", REFUSED_SAMPLING)
+def test_a_sampling_feature_is_refused_by_its_name(name: str, sampling: dict[str, Any], make: Any) -> None:
+    request = make(sampling)
+    assert unsupported_features(request) == [name]
+    assert refusal(request) == f"DDTREE does not support {name} yet; remove it from the request."
+
+
+@pytest.mark.parametrize("name,sent,kept", REFUSED_FIELDS)
+def test_a_request_feature_is_refused_by_its_name(name: str, sent: dict[str, Any], kept: dict[str, Any]) -> None:
+    message = f"DDTREE does not support {name} yet; remove it from the request."
+    assert refusal(tokenized(GREEDY, **sent)) == message
+    request = scheduled(GREEDY)
+    for field, value in kept.items():
+        assert hasattr(request, field)
+        setattr(request, field, value)
+    assert refusal(request) == message
+
+
+def test_all_features_are_named_at_once() -> None:
+    request = tokenized({"temperature": 0.5, "regex": "a"}, return_logprob=True, lora_id="a1")
+    names = f"{SAMPLING}, regex, return_logprob, LoRA (lora_path)"
+    assert refusal(request) == f"DDTREE does not support {names} yet; remove it from the request."
+
+
+# The tables are complete
+
+
+def test_every_rule_has_a_refused_request_here() -> None:
+    assert {name for name, _ in SAMPLING_RULES} == {name for name, _ in REFUSED_SAMPLING}
+    assert set(REQUEST_FIELDS) == {name for name, _, _ in REFUSED_FIELDS}
+
+
+@pytest.mark.parametrize("name", REQUEST_FIELDS)
+def test_every_request_field_exists_on_both_kinds_of_request(name: str) -> None:
+    sent, kept = set(tokenized_class().__struct_fields__), scheduled(GREEDY)
+    for field in REQUEST_FIELDS[name]:
+        assert field in sent or hasattr(kept, field)
+    # Each kind is asked about by at least one of the names, or the rule would hold on one side only.
+    assert sent & set(REQUEST_FIELDS[name])
+    assert any(hasattr(kept, field) for field in REQUEST_FIELDS[name])
+
+
+# What SGLang can be asked for and DDTREE serves. A field that a new SGLang adds belongs here or in a rule.
+SERVED_SAMPLING = {
+    *("max_new_tokens", "n", "ignore_eos", "stop", "stop_token_ids", "stop_regex"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
+    # without effect on greedy decoding
+    *("top_p", "min_p", "sampling_seed"),
+    # set by SGLang itself
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+}
+SERVED_FIELDS = {
+    *("input_text", "input_ids", "token_type_ids", "sampling_params", "stream"),
+    # of no account while return_logprob is off
+    *("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs"),
+    *("multi_item_delimiter_indices", "return_entropy", "routed_experts_start_len"),
+    # routing, accounting, transport
+    *("rid", "http_worker_ipc", "routed_dp_rank", "routing_key", "priority", "extra_key", "no_logs", "time_stats"),
+    *("session_id", "return_bytes"),
+    # the reasoning parser's state for grammars, which are refused
+    "require_reasoning",
+    # prefill/decode disaggregation and encoder servers, which the start rules refuse
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+    *("disagg_prefill_dp_rank", "need_wait_for_mm_inputs", "num_items_assigned", "mm_data_mooncake", "encoder_urls"),
+}
+
+
+def test_every_sampling_parameter_of_sglang_is_either_served_or_refused() -> None:
+    refused = {field for _, sampling in REFUSED_SAMPLING for field in sampling}
+    assert SERVED_SAMPLING | refused == set(sampling_params_class().__struct_fields__)
+    assert not SERVED_SAMPLING & refused
+
+
+def test_every_request_field_of_sglang_is_either_served_or_refused() -> None:
+    refused = {field for _, sent, _ in REFUSED_FIELDS for field in sent}
+    assert SERVED_FIELDS | refused == set(tokenized_class().__struct_fields__)
+    assert not SERVED_FIELDS & refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -15,6 +16,7 @@ from ddtree_appliance.ddtree.start_rules import (
     model_problems,
     start_problems,
     topk_of,
+    unread_problems,
 )
 
 NAME = "DDTREE"
@@ -49,7 +51,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang ships no 
 
     def handle_server_args(self, server_args: Any) -> None:
         """Refuse what cannot work, then fill in the widths. Raises ValueError that names every problem."""
-        problems = start_problems(server_args)
+        problems = start_problems(server_args) + unread_problems(server_args)
         if server_args.speculative_draft_model_path:
             target = server_args.get_model_config()
             drafter = _draft_hf_config(server_args)
@@ -88,6 +90,7 @@ def _draft_hf_config(server_args: Any) -> dict[str, Any]:
         server_args.speculative_draft_model_path,
         trust_remote_code=server_args.trust_remote_code,
         revision=server_args.speculative_draft_model_revision,
+        model_override_args=json.loads(server_args.json_model_override_args),
     )
     drafter: dict[str, Any] = config.to_dict()
     return drafter

@@ -6,7 +6,7 @@ input (same shapes, dtypes, ties and padding). The worker calls the steps only t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class Kernels:
     verify_mask: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     accept_greedy: Callable[[torch_ops.TreeBatch, torch.Tensor, int], torch_ops.AcceptBatch]
     path_slots: Callable[[torch.Tensor, torch_ops.AcceptBatch], tuple[torch.Tensor, torch.Tensor]]
+    move_kv: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
     gather_path: Callable[[torch.Tensor, torch_ops.AcceptBatch], torch.Tensor]
 
 
@@ -34,6 +35,7 @@ TORCH = Kernels(
     verify_mask=torch_ops.verify_mask,
     accept_greedy=torch_ops.accept_greedy,
     path_slots=torch_ops.path_slots,
+    move_kv=torch_ops.move_kv,
     gather_path=torch_ops.gather_path,
 )
 

@@ -37,6 +37,9 @@ def pair_problems(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> list
     elif isinstance(num_layers, int) and not all(0 <= layer < num_layers for layer in layer_ids):
         problems.append(f"target_layer_ids {layer_ids} are outside the target's {num_layers} layers")
 
+    windowed = sorted(set(drafter.get("layer_types") or []) - {"full_attention"})
+    if windowed:
+        problems.append(f"the drafter has {', '.join(windowed)} layers; only full attention is supported")
     block_size = block_size_of(drafter)
     if block_size is None:
         problems.append("the drafter names no block_size")

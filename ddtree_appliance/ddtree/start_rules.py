@@ -6,6 +6,7 @@ it leaves this table in the commit that builds and proves the feature.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,11 +53,16 @@ START_RULES: tuple[StartRule, ...] = (
         "prefill/decode disaggregation does not carry the drafter's KV",
     ),
     _is_on("enable_hierarchical_cache", "the drafter's KV is not offloaded with the target's"),
+    _is_on("enable_lmcache", "the drafter's KV is not stored with the target's"),
+    _is_on("enable_flexkv", "the drafter's KV is not stored with the target's"),
+    _is_on("radix_cache_backend", "only SGLang's own radix cache holds the drafter's KV"),
     _is_on("enable_hisparse", "sparse attention has no tree mask"),
     _is_on("enable_mixed_chunk", "a verify step cannot share its forward with a prefill chunk"),
     _is_on("enable_two_batch_overlap", "a batch's trees are verified in one forward"),
     _is_on("enable_pdmux", "a batch's trees are verified in one forward"),
     _is_on("enable_lora", "LoRA adapters are untested with drafts"),
+    _is_on("lora_paths", "LoRA adapters are untested with drafts"),
+    _is_on("enable_strict_thinking", "it attaches a grammar to every request"),
     _is_on("enable_deterministic_inference", "deterministic inference is untested with drafts"),
     _is_on("enable_streaming_session", "sessions are untested with drafts"),
     _is_on("enable_session_radix_cache", "sessions are untested with drafts"),
@@ -147,6 +153,34 @@ def start_problems(server_args: Any, environment: Mapping[str, str] = os.environ
     return problems
 
 
+# Flags of speculative decoding that DDTREE, or the part of SGLang that loads its drafter, reads or judges above.
+READ_FLAGS = frozenset(
+    {
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "speculative_draft_model_revision",
+        "speculative_draft_load_format",
+        "speculative_draft_attention_backend",
+        "speculative_draft_model_quantization",
+        "speculative_moe_runner_backend",
+        "speculative_dflash_block_size",
+        *(rule.field for rule in START_RULES),
+    }
+)
+
+
+def unread_problems(server_args: Any) -> list[str]:
+    """Flags of other speculative algorithms that were set: they would have no effect. `server_args`: a dataclass."""
+    problems = []
+    for field in dataclasses.fields(server_args):
+        is_speculative = field.name.startswith(("speculative_", "decoupled_spec", "spec_trace", "enable_multi_layer"))
+        if is_speculative and field.name not in READ_FLAGS:
+            value = getattr(server_args, field.name)
+            if value != field.default:
+                problems.append(f"--{field.name.replace('_', '-')} = {value}: DDTREE does not read it")
+    return problems
+
+
 def _is_off(value: str) -> bool:
     # As SGLang reads them: a boolean by these words, a number by its sign.
     try:
@@ -179,7 +213,7 @@ def model_problems(model_config: Any) -> list[str]:
     """Kinds of target whose attention or state a tree does not fit yet. `model_config`: SGLang's ModelConfig."""
     kinds = {
         "multimodal": bool(getattr(model_config, "is_multimodal", False)),
-        "sliding-window": bool(getattr(model_config, "is_hybrid_swa", False)),
+        "sliding-window": bool(getattr(model_config, "is_hybrid_swa", False)) or _has_windowed_layers(model_config),
         "MLA": getattr(getattr(model_config, "attention_arch", None), "name", "MHA") != "MHA",
         "hybrid (linear attention or Mamba)": _is_hybrid(model_config),
         "encoder-decoder": bool(getattr(model_config, "is_encoder_decoder", False)),
@@ -187,6 +221,15 @@ def model_problems(model_config: Any) -> list[str]:
     }
     found = [kind for kind, is_so in kinds.items() if is_so]
     return [f"the target is a {kind} model: DDTREE serves full-attention text models" for kind in found]
+
+
+def _has_windowed_layers(model_config: Any) -> bool:
+    # SGLang's own flag knows some architectures only, and is off where the memory for windows is not split.
+    config = getattr(model_config, "hf_text_config", None)
+    layer_types = getattr(config, "layer_types", None) or []
+    return bool(set(layer_types) & {"sliding_attention", "chunked_attention"}) or bool(
+        getattr(config, "attention_chunk_size", None)
+    )
 
 
 def _is_hybrid(model_config: Any) -> bool:

@@ -7,11 +7,17 @@ device; every output shape follows from shapes and plain integers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ddtree_appliance.ddtree.tree import NO_PARENT, NO_TOKEN
+
+# Ranking the candidates keeps logits, log-probabilities and int64 keys of a few rows at a time, outside SGLang's memory
+# plan: at most this much, whatever the batch.
+CANDIDATE_BYTES = 256 << 20
+BYTES_PER_LOGIT = 32
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,20 @@ def top_candidates(
 
     hidden_states: [b, D, H]; head_weight: [vocabulary, H].
     Returns log-probabilities [b, D, K] fp32 of the full vocabulary, clipped to <= 0 and NaN as -inf, and token ids
-    [b, D, K] int64, ordered by (log-probability descending, token id ascending), also at the cut.
+    [b, D, K] int64, ordered by (log-probability descending, token id ascending), also at the cut. A head's bias, scale
+    or soft cap is left out: it would change which tokens are drafted, never which are accepted.
     """
-    logits = torch.matmul(hidden_states.to(head_weight.dtype), head_weight.T).float()
+    rows = hidden_states.flatten(0, 1)
+    per_chunk = max(1, CANDIDATE_BYTES // (BYTES_PER_LOGIT * len(head_weight)))
+    found = [_top_candidates(chunk, head_weight, topk) for chunk in torch.split(rows, per_chunk)]
+    shape = (*hidden_states.shape[:2], -1)
+    logprobs, token_ids = (torch.cat(parts).view(shape) for parts in zip(*found, strict=True))
+    return logprobs, token_ids
+
+
+def _top_candidates(rows: torch.Tensor, head_weight: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, H] -> [n, K], [n, K]; see `top_candidates`."""
+    logits = torch.matmul(rows.to(head_weight.dtype), head_weight.T).float()
     logprobs = _clipped(torch.log_softmax(logits, dim=-1))
     vocabulary = logprobs.shape[-1]
     # topk leaves the order of ties open. The bits of a non-positive float, read as an integer, grow as the float falls:
@@ -200,10 +217,21 @@ def path_slots(slots: torch.Tensor, accepted: AcceptBatch) -> tuple[torch.Tensor
 
     slots: [b, >= V] int64, the KV slots after each request's prefix, in node order.
     Returns (source, target), both [b, L] int64. Entries past the accepted run name the same slot twice. A node's index
-    is at least its depth, so a target is never a source that comes later in depth order.
+    is at least its depth, so a move row by row in depth order never overwrites a source that is still to be read; a
+    move of all rows at once must read every source before it writes (`move_kv` does).
     """
     run = accepted.path.shape[1]
     return torch.gather(slots, 1, accepted.path), slots[:, :run].contiguous()
+
+
+def move_kv(buffers: Sequence[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
+    """Move KV rows in every layer's buffers, each [slots, heads, head_dim]; target, source: [n] int64.
+
+    Rows overlap (the target of one depth is the source of another), so the gather ends before the scatter begins:
+    SGLang's tiled copy kernel has no such barrier between its warps.
+    """
+    for buffer in buffers:
+        buffer[target] = buffer[source]
 
 
 def gather_path(rows: torch.Tensor, accepted: AcceptBatch) -> torch.Tensor:

@@ -27,8 +27,8 @@ class Tree:
 
     token_ids: global vocabulary ids, `NO_TOKEN` at the root.
     parents: index of each node's parent, `NO_PARENT` at the root. A parent's index is smaller than its child's.
-    depths: 0 at the root. `index >= depth` for every node, so that moving KV along a path in depth order never
-        overwrites a source that is still to be read.
+    depths: 0 at the root. `index >= depth` for every node, so that moving KV row by row along a path in depth order
+        never overwrites a source that is still to be read.
     scores: path log-probabilities in natural log units, fp32, 0 at the root.
     """
 

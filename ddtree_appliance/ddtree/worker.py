@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -37,6 +38,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             "ddtree.drafter_width", speculative_num_draft_tokens=int(server_args.speculative_dflash_block_size)
         )
         super().__init__(server_args, *args, **kwargs)
+        if self.model_runner.sliding_window_size is not None:
+            raise ValueError("DDTREE does not support sliding windows: kernels would count them in node order")
         self.verify_width = self.budget + 1
         self.step_slots = max(self.verify_width, self.block_size)
         self.max_run = min(self.verify_width, self.block_size)
@@ -44,6 +47,13 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         self.kernels = kernels_for(self.device)
         self.head_weight = _target_head(self.model_runner.model)
         self._slot_offsets = torch.arange(self.step_slots, device=self.device, dtype=torch.int64)
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """As DFLASH; then refuse a KV layout whose rows cannot be moved one by one. Raises ValueError."""
+        super().alloc_memory_pool(*args, **kwargs)
+        pool = self.model_runner.token_to_kv_pool
+        if type(pool) is not MHATokenToKVPool or pool.use_hnd:
+            raise ValueError(f"DDTREE moves accepted KV in MHATokenToKVPool (NHD) only, not in {type(pool).__name__}")
 
     def _maybe_build_draft_sampler(self) -> None:
         """No argmax sampler in the drafter's graph: a tree needs the K best candidates, taken from hidden states."""
@@ -139,13 +149,11 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         token_ids[:, 0] = batch.spec_info.bonus_tokens
         positions = self.kernels.node_positions(trees.depths, batch.seq_lens)
         seq_lens_cpu, seq_lens_sum = self._host_bound(batch, self.verify_width)
-        # Backends copy the mask into a buffer for full contexts; the host's bound may exceed that near the limit.
-        mask_bound = min(seq_lens_sum, len(token_ids) * self.model_runner.model_config.context_len)
         verify_input = DFlashVerifyInput(
             draft_token=token_ids.flatten(),
             positions=positions.flatten(),
             draft_token_num=self.verify_width,
-            custom_mask=self.kernels.verify_mask(trees.ancestors, batch.seq_lens, mask_bound),
+            custom_mask=self.kernels.verify_mask(trees.ancestors, batch.seq_lens, seq_lens_sum),
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
         batch.out_cache_loc = slots.flatten()
@@ -168,7 +176,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         of the next tree.
         """
         source, target = self.kernels.path_slots(slots, accepted)
-        self.model_runner.token_to_kv_pool.move_kv_cache(target.flatten(), source.flatten())
+        pool = self.model_runner.token_to_kv_pool
+        self.kernels.move_kv([*pool.k_buffer, *pool.v_buffer], target.flatten(), source.flatten())
         path_hidden = self.kernels.gather_path(hidden_states, accepted)
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
@@ -194,7 +203,7 @@ def _target_head(model: Any) -> torch.Tensor:
     """The target's output embedding, [vocabulary, H], without padding rows."""
     head = getattr(model, "lm_head", None)
     weight: torch.Tensor | None = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point():
+    if weight is None or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError("DDTREE needs an unquantised lm_head: candidates are ranked by its full distribution")
     shard = getattr(head, "shard_indices", None)
     if shard is None:

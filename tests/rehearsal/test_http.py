@@ -1,10 +1,12 @@
 """What a client sees: refusals by name with HTTP 400, and a report that says DDTREE is at work."""
 
+import json
 from typing import Any
 
 import pytest
+import requests
 
-from ddtree_appliance.rehearsal.server import RehearsalServer
+from ddtree_appliance.rehearsal.server import TARGET, RehearsalServer
 from tests.rehearsal.conftest import PLAIN, ServerPool, tree
 
 pytestmark = pytest.mark.rehearsal
@@ -67,6 +69,29 @@ def test_openai_requests_are_refused_by_name(
     answer = server.post(path, {"model": "x", "max_tokens": 8, "stream": stream, **prompt, **fields})
     assert answer.status_code == 400
     assert f"DDTREE does not support {feature}" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollama_requests_are_refused_or_answered_whole(stream: bool, server: RehearsalServer) -> None:
+    """Only /api/generate: in SGLang 0.5.17 /api/chat answers every request with 400, whatever the algorithm."""
+
+    def ask(stream: bool, **options: Any) -> requests.Response:
+        return server.post("/api/generate", {"model": "x", "prompt": PROMPT, "stream": stream, "options": options})
+
+    refused = ask(stream)
+    assert refused.status_code == 400
+    assert "DDTREE does not support sampling" in refused.text
+    chunks = [json.loads(line) for line in ask(stream, temperature=0, num_predict=20).text.splitlines()]
+    whole = ask(False, temperature=0, num_predict=20).json()["response"]
+    assert "".join(chunk["response"] for chunk in chunks) == whole
+    assert len(whole) > 10
+
+
+def test_weights_are_not_updated_under_the_drafter(server: RehearsalServer, pool: ServerPool) -> None:
+    answer = server.post("/update_weights_from_disk", {"model_path": str(TARGET)})
+    assert answer.status_code == 400
+    assert "drafter is trained for one target" in answer.text
+    assert server.is_alive()
 
 
 def test_every_refused_feature_is_named_at_once(server: RehearsalServer) -> None:

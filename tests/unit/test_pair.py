@@ -80,6 +80,11 @@ def test_a_pair_that_fits_has_no_problem(target: Config, drafter: Config) -> Non
             {},
             "the drafter was trained for a target of 4 layers, this one has 5",
         ),
+        (
+            {},
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "the drafter has sliding_attention layers; only full attention is supported",
+        ),
         ({}, {"dflash_config.target_layer_ids": MISSING}, "the drafter names no dflash_config.target_layer_ids"),
         ({}, {"dflash_config.target_layer_ids": []}, "the drafter names no dflash_config.target_layer_ids"),
         ({}, {"dflash_config.target_layer_ids": [0, 4]}, "target_layer_ids [0, 4] are outside the target's 4 layers"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
-import sys
 import warnings
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,23 +26,8 @@ from ddtree_appliance.ddtree.start_rules import (
     topk_of,
 )
 from ddtree_appliance.ddtree.tree import MAX_BUDGET, MAX_TOPK
-from ddtree_appliance.rehearsal.server import DRAFTER, STAND_INS, TARGET
-
-
-def import_sglang(name: str) -> ModuleType:
-    """A module of SGLang as the CPU rehearsal imports it: its kernels are the stand-ins, its warnings its own.
-
-    Called by tests only, never while they are collected: other tests show that SGLang is not imported.
-    """
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    sys.path.insert(0, str(STAND_INS))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            module: ModuleType = pytest.importorskip(name, reason="needs the rehearsal environment (SGLang)")
-    finally:
-        sys.path.remove(str(STAND_INS))
-    return module
+from ddtree_appliance.rehearsal.server import DRAFTER, TARGET
+from tests.unit.engine import import_sglang
 
 
 def server_args_class() -> Any:
@@ -81,11 +64,16 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     "enable_dp_attention": ([True], []),
     "disaggregation_mode": (["prefill", "decode"], []),
     "enable_hierarchical_cache": ([True], []),
+    "enable_lmcache": ([True], []),
+    "enable_flexkv": ([True], []),
+    "radix_cache_backend": (["other"], []),
     "enable_hisparse": ([True], []),
     "enable_mixed_chunk": ([True], []),
     "enable_two_batch_overlap": ([True], []),
     "enable_pdmux": ([True], []),
     "enable_lora": ([True], [False]),
+    "lora_paths": ([["adapter=/models/adapter"]], [[]]),
+    "enable_strict_thinking": ([True], []),
     "enable_deterministic_inference": ([True], []),
     "enable_streaming_session": ([True], []),
     "enable_session_radix_cache": ([True], []),
@@ -112,6 +100,28 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 # Start rules
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("speculative_accept_threshold_single", 0.5),
+        ("speculative_ngram_capacity", 7),
+        ("speculative_dspark_block_size", 4),
+        ("enable_multi_layer_eagle", True),
+        ("decoupled_spec_role", "drafter"),
+    ],
+)
+def test_a_flag_of_another_algorithm_is_refused_not_ignored(field: str, value: Any) -> None:
+    defaults = [
+        (field.name, Any, dataclasses.field(default=field.default))
+        for field in server_args_fields()
+        if field.default is not dataclasses.MISSING
+    ]
+    stand_in = dataclasses.make_dataclass("ServerArgs", defaults)
+    assert start_rules.unread_problems(stand_in()) == []
+    flag = "--" + field.replace("_", "-")
+    assert start_rules.unread_problems(stand_in(**{field: value})) == [f"{flag} = {value}: DDTREE does not read it"]
 
 
 def test_a_plain_start_has_no_problem() -> None:
@@ -280,6 +290,11 @@ def test_the_bundled_target_is_served_and_every_attribute_that_decides_it_exists
     [
         ({"is_multimodal": True}, "multimodal"),
         ({"is_hybrid_swa": True}, "sliding-window"),
+        (
+            {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "sliding_attention"])},
+            "sliding-window",
+        ),
+        ({"hf_text_config": SimpleNamespace(attention_chunk_size=8192)}, "sliding-window"),
         ({"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_generation": False}, "embedding"),

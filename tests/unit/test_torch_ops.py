@@ -514,11 +514,33 @@ def example_arguments(device: str) -> dict[str, tuple[Any, ...]]:
         "verify_mask": (on_device.ancestors, torch.tensor([4, 2]).to(device), 9),
         "accept_greedy": (on_device, predict.to(device), 6),
         "path_slots": (slots, accepted_on_device),
+        "move_kv": ([rows.clone().view(20, 2, 2)], slots[0, :3] + 1, slots[0, :3] + 2),
         "gather_path": (rows, accepted_on_device),
     }
 
 
+def test_a_move_of_all_rows_reads_every_source_before_it_writes() -> None:
+    """The path 0, 2, 3, 5: each target but the first is a later source."""
+    before = [torch.randn(8, 2, 3), torch.randn(8, 1, 5)]
+    after = [buffer.clone() for buffer in before]
+    torch_ops.move_kv(after, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2, 3, 5]))
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[:4], old[[0, 2, 3, 5]])
+        assert torch.equal(new[4:], old[4:])
+
+
+def test_candidates_found_in_chunks_are_those_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whole numbers: a product of other shapes rounds otherwise.
+    hidden, weight = torch.randint(-3, 4, (3, 5, 4)).float(), torch.randint(-3, 4, (30, 4)).float()
+    at_once = torch_ops.top_candidates(hidden, weight, 6)
+    monkeypatch.setattr(torch_ops, "CANDIDATE_BYTES", 2 * torch_ops.BYTES_PER_LOGIT * len(weight))
+    for whole, chunked in zip(at_once, torch_ops.top_candidates(hidden, weight, 6), strict=True):
+        assert torch.equal(whole, chunked)
+
+
 def outputs(result: Any) -> list[Any]:
+    if result is None:  # works in place
+        return []
     if isinstance(result, torch.Tensor):
         return [result]
     return list(result) if isinstance(result, tuple) else [getattr(result, field.name) for field in fields(result)]

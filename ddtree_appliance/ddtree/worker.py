@@ -18,6 +18,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from ddtree_appliance.ddtree.kernels import kernels_for
+from ddtree_appliance.ddtree.requests import refusal
 from ddtree_appliance.ddtree.torch_ops import AcceptBatch, TreeBatch
 
 
@@ -72,7 +73,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         if batch.has_grammar or not batch.sampling_info.is_all_greedy:
-            raise RuntimeError("a request that DDTREE refuses reached the worker: " + str([r.rid for r in batch.reqs]))
+            _check_all_ending(batch.reqs)
         if self.device != "cpu":
             # Under overlap the lengths come from another stream's step.
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
@@ -197,6 +198,13 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         if reserved is None:
             raise RuntimeError("neither committed nor reserved lengths are on the host")
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
+
+
+def _check_all_ending(reqs: list[Any]) -> None:
+    """Under overlap a refused request may see one more step before it is taken out; any other must not be here."""
+    served = [req.rid for req in reqs if refusal(req) and req.to_finish is None and not req.finished()]
+    if served:
+        raise RuntimeError(f"requests that DDTREE refuses reached the worker: {served}")
 
 
 def _target_head(model: Any) -> torch.Tensor:

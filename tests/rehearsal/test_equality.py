@@ -13,8 +13,8 @@ from tests.rehearsal.reference import Agreement, judge
 
 pytestmark = pytest.mark.rehearsal
 
-BUDGETS = (1, 7, 8, 15, 16, 32, 64)
-REFERENCE_BUDGETS = (1, 8, 16, 64)
+BUDGETS = (1, 3, 7, 8, 15, 16, 32, 64)
+REFERENCE_BUDGETS = (1, 3, 8, 16, 64)
 Runs = list[list[list[int]]]
 
 
@@ -110,7 +110,7 @@ def sabotage_runs(pool: ServerPool, prompts: list[list[int]], plain_tokens: list
         "positions_by_index": 16,
         "hidden_in_slot_order": 16,
         "builder_ignores_path": 16,
-        "reserve_from_budget_alone": 1,
+        "reserve_from_budget_alone": 3,
     }
     pool.stop_all_but([PLAIN, tree(64)])  # memory for the next six
     runs = stream_all(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
@@ -126,7 +126,7 @@ def test_a_fault_in_the_verify_step_changes_the_tokens(
 
 
 @pytest.mark.parametrize(
-    ("fault", "budget"), [("hidden_in_slot_order", 16), ("builder_ignores_path", 16), ("reserve_from_budget_alone", 1)]
+    ("fault", "budget"), [("hidden_in_slot_order", 16), ("builder_ignores_path", 16), ("reserve_from_budget_alone", 3)]
 )
 def test_a_fault_in_the_drafts_leaves_the_tokens_but_not_the_steps(
     fault: str, budget: int, sabotage_runs: dict[str, Runs], prompts: list[list[int]], plain_tokens: list[list[int]]

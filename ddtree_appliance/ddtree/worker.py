@@ -95,7 +95,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._commit(accepted, logits_output.hidden_states, positions, slots)
+        self._commit(accepted, accept_lens, logits_output.hidden_states, positions, slots)
         # Large, and read by nobody else: overlap would copy it to the host.
         logits_output.hidden_states = None
         return GenerationBatchResult(
@@ -169,12 +169,17 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return output.logits_output, output.can_run_cuda_graph
 
     def _commit(
-        self, accepted: AcceptBatch, hidden_states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self,
+        accepted: AcceptBatch,
+        accept_lens: torch.Tensor,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
     ) -> None:
         """Make the accepted path the prefix: its KV right after the old prefix, its hidden states in the drafter's KV.
 
-        hidden_states: [b * V, H'] of the nodes; positions, slots: [b, S]. The bonus token has no KV yet: it is the root
-        of the next tree.
+        accept_lens: [b] int32; hidden_states: [b * V, H'] of the nodes; positions, slots: [b, S]. The bonus token has
+        no KV yet: it is the root of the next tree.
         """
         source, target = self.kernels.path_slots(slots, accepted)
         pool = self.model_runner.token_to_kv_pool
@@ -185,7 +190,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             cache_loc=target.flatten(),
             cache_loc_2d=target,
             positions=positions[:, : self.max_run].flatten(),
-            commit_lens=accepted.num_correct + 1,
+            commit_lens=accept_lens,
         )
 
     @staticmethod

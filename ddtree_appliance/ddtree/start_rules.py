@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_appliance.ddtree.tree import MAX_BUDGET, MAX_TOPK
+from ddtree_appliance.ddtree.limits import MAX_BUDGET, MAX_TOPK
 
 DEFAULT_BUDGET = 32
 DEFAULT_TOPK = 16
@@ -145,12 +145,16 @@ def start_problems(server_args: Any, environment: Mapping[str, str] = os.environ
         for rule in START_RULES
         if rule.broken(server_args)
     ]
-    problems += [
+    return problems + environment_problems(environment)
+
+
+def environment_problems(environment: Mapping[str, str]) -> list[str]:
+    """The variables in `environment` that DDTREE refuses, one sentence each."""
+    return [
         f"{name} = {environment[name]}: {reason}"
         for name, reason in REFUSED_ENVIRONMENT.items()
         if not _is_off(environment.get(name, ""))
     ]
-    return problems
 
 
 # Flags of speculative decoding that DDTREE, or the part of SGLang that loads its drafter, reads or judges above.

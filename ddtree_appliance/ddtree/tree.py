@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MAX_BUDGET = 128
-MAX_TOPK = 64
+from ddtree_appliance.ddtree.limits import MAX_BUDGET
+
 ROOT = 0
 NO_PARENT = -1
 # The root's token is the bonus token, which the caller knows and the tree does not.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ddtree_appliance.ddtree import start_rules
+from ddtree_appliance.ddtree.limits import MAX_BUDGET, MAX_TOPK
 from ddtree_appliance.ddtree.start_rules import (
     DEFAULT_BUDGET,
     DEFAULT_TOPK,
@@ -25,7 +26,6 @@ from ddtree_appliance.ddtree.start_rules import (
     start_problems,
     topk_of,
 )
-from ddtree_appliance.ddtree.tree import MAX_BUDGET, MAX_TOPK
 from ddtree_appliance.rehearsal.server import DRAFTER, TARGET
 from tests.unit.engine import import_sglang
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree_appliance.ddtree.tree import MAX_BUDGET, NO_PARENT, NO_TOKEN, ROOT, Tree, build_tree
+from ddtree_appliance.ddtree.limits import MAX_BUDGET
+from ddtree_appliance.ddtree.tree import NO_PARENT, NO_TOKEN, ROOT, Tree, build_tree
 
 Row = list[float]
 Rows = tuple[list[Row], list[list[int]]]  # log-probabilities and token ids

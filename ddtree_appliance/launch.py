@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddtree_appliance.errors import HostError, PatchError, UsageError
+
+# Names a file of keys that `serve` wrote for --config: it is removed as soon as SGLang has read it.
+KEY_FILE_VARIABLE = "DDTREE_KEY_FILE"
 
 
 def launch(sglang_arguments: Sequence[str]) -> int:
@@ -21,9 +25,13 @@ def launch(sglang_arguments: Sequence[str]) -> int:
     Raises PatchError if the installed SGLang is not the patched one, HostError if it is missing or DDTREE is not
     registered, UsageError for arguments that SGLang or DDTREE refuses; all before weights are loaded.
     """
-    check_model_paths(sglang_arguments)
-    check_patched()
-    server_args = prepare(sglang_arguments)
+    try:
+        check_model_paths(sglang_arguments)
+        check_patched()
+        server_args = prepare(sglang_arguments)
+    finally:
+        if key_file := os.environ.pop(KEY_FILE_VARIABLE, None):
+            Path(key_file).unlink(missing_ok=True)
 
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
@@ -33,6 +41,23 @@ def launch(sglang_arguments: Sequence[str]) -> int:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
+
+
+def end_on_sigterm() -> None:
+    """Until SGLang drains on SIGTERM by itself, end at once, with the process tree and the usual status 143.
+
+    Without a handler PID 1 of a container ignores SIGTERM, and a stop during a long start ends in a kill.
+    """
+
+    def end(signum: int, frame: object) -> None:
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def check_model_paths(sglang_arguments: Sequence[str]) -> None:

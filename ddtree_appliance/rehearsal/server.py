@@ -58,13 +58,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def rehearsal_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment in which SGLang serves on a CPU with the stand-in kernels first on PYTHONPATH."""
-    inherited = os.environ.get("PYTHONPATH")
+def rehearsal_environment(
+    extra: Mapping[str, str] | None = None, inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The environment in which SGLang serves on a CPU with the stand-in kernels first on PYTHONPATH.
+
+    inherited: what it is made from; None: this process's own.
+    """
+    inherited = os.environ if inherited is None else inherited
+    path = inherited.get("PYTHONPATH")
     environment = {
-        **os.environ,
+        **inherited,
         "SGLANG_USE_CPU_ENGINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(STAND_INS), *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([str(STAND_INS), *([path] if path else [])]),
         # Spinning OpenMP threads on two cores cost more than they bring to matrices this small.
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_appliance import cli
+from ddtree_appliance.commands import patches as patches_command
 from ddtree_appliance.errors import HostError, PatchError
 from ddtree_appliance.patch_series import PatchSeries
 from ddtree_appliance.patching import MANIFEST, build_wheel, verify_installed
@@ -494,7 +495,7 @@ def test_verify_reports_as_json_and_by_exit_code(
 def test_verify_without_a_series_says_that_none_was_compared(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_CHECKOUT_PATCHES", tmp_path / "none")
+    monkeypatch.setattr(patches_command, "_CHECKOUT_PATCHES", tmp_path / "none")
     assert cli.main(["patches", "verify", "--site", str(site)]) == 0
     assert "3 patches, 2 files verified, not compared with a series" in capsys.readouterr().out
 
@@ -519,7 +520,7 @@ def test_failures_are_one_error_line_a_hint_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_CHECKOUT_PATCHES", tmp_path / "none")
+    monkeypatch.setattr(patches_command, "_CHECKOUT_PATCHES", tmp_path / "none")
     assert cli.main(arguments) == code
     output = capsys.readouterr()
     assert output.out == ""

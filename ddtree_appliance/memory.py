@@ -16,9 +16,9 @@ from ddtree_appliance.config import Config
 from ddtree_appliance.ddtree.pair import block_size_of
 
 GIB = 1 << 30
-# Measured on an H200 (driver 580, torch 2.11.0+cu130): what a process holds once CUDA has started, an NCCL communicator,
-# which several ranks need, and what appears with the weights (kernel modules, tables of positions). SGLang takes its
-# share of what is free after the first two. With these two models of 8B and tiny start with the pool that is planned.
+# Measured on an H200 (driver 580, torch 2.11.0+cu130): what a process holds once CUDA has started; an NCCL
+# communicator, which several ranks need; and what appears with the weights (kernel modules, tables of positions).
+# SGLang takes its share of what is free after the first two.
 CONTEXT_BYTES = 621 << 20
 COMMUNICATOR_BYTES = 558 << 20
 LOADED_BYTES = 120 << 20
@@ -144,9 +144,10 @@ def plan_memory(config: Config, target: Checkpoint, drafter: Checkpoint, free_by
         _layers(model) * layer_kv_bytes(model, tp_size, element_bytes) for model in (target.config, drafter.config)
     )
     weights = sum(model.weight_bytes(item_bytes(config)) for model in (target, drafter)) // tp_size
+    loaded = weights + _beside_weights(config, drafter.config)
     available = max(free_bytes - _start_bytes(config), 0)
     static = int(available * engine.memory_fraction)
-    left = max(static - weights, 0)
+    left = max(static - loaded, 0)
     affordable = left // sized_kv_bytes(target.config, drafter.config, tp_size, element_bytes) // page * page
     pool = affordable if engine.kv_tokens is None else engine.kv_tokens // page * page
 
@@ -158,10 +159,10 @@ def plan_memory(config: Config, target: Checkpoint, drafter: Checkpoint, free_by
     needed = full_requests * _paged(context + max(reserve, page), page) + others * _paged(reserve, page)
 
     step = _step_bytes(config, target.config, drafter.config, context)
-    rest = available - weights - min(pool, affordable) * per_token
+    rest = available - loaded - min(pool, affordable) * per_token
 
     problems = []
-    if weights >= static:
+    if loaded >= static:
         problems.append(
             f"the weights ({gib(weights)} per GPU) exceed the {gib(static)} that memory_fraction "
             f"{engine.memory_fraction} leaves of {gib(free_bytes)}"
@@ -177,7 +178,7 @@ def plan_memory(config: Config, target: Checkpoint, drafter: Checkpoint, free_by
             f"{kind} {context} tokens and a reserve of {reserve} per request need {needed} tokens; the KV pool has "
             f"{pool} ({gib(pool * per_token)} at {per_token} bytes per token)"
         )
-    if weights < static and step > rest:
+    if loaded < static and step > rest:
         problems.append(
             f"logits, masks and indices of a verify step ({engine.max_running_requests} requests x "
             f"{config.ddtree.budget + 1} nodes, context {context}) need {gib(step)}; weights and KV pool leave "
@@ -190,6 +191,18 @@ def _start_bytes(config: Config) -> int:
     if config.engine.device == "cpu":
         return 0
     return CONTEXT_BYTES + (COMMUNICATOR_BYTES if config.tp_size > 1 else 0)
+
+
+def _beside_weights(config: Config, drafter: Mapping[str, Any]) -> int:
+    """What loading leaves beside the weights: on a GPU, also a copy of the drafter's K and V projections.
+
+    The copy is `FusedKVMaterializeHelper`'s, which writes accepted tokens into all layers of the drafter's KV at once.
+    """
+    if config.engine.device == "cpu":
+        return 0
+    model = text_config(drafter)
+    rows = _layers(model) * layer_kv_bytes(model, config.tp_size, item_bytes(config))
+    return LOADED_BYTES + rows * int(model["hidden_size"])
 
 
 def _paged(tokens: int, page: int) -> int:

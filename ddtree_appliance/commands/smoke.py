@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ddtree_appliance.errors import HostError, UsageError
 if TYPE_CHECKING:
     from ddtree_appliance.commands import Commands
     from ddtree_appliance.config import Config
+    from ddtree_appliance.smoke import CheckResult
 
 
 def add(commands: Commands) -> None:
@@ -44,12 +46,17 @@ def _smoke(args: argparse.Namespace) -> int:
         health_url = health_url or _published(config.health.host, config.health.port)
         api_key = api_key or _podman_secret(config.server.api_key_secret, "--api-key-file")
         admin_key = admin_key or _podman_secret(config.server.admin_key_secret, "--admin-key-file")
-    report = run_smoke(SmokeTarget(engine_url, health_url, api_key, admin_key, args.timeout))
+    target = SmokeTarget(engine_url, health_url, api_key, admin_key, args.timeout)
+    report = run_smoke(target, on_result=_show_progress if sys.stderr.isatty() else None)
     if args.json:
         print_json(report.to_json())
     else:
         print(report.to_text())
     return report.exit_code
+
+
+def _show_progress(result: CheckResult) -> None:
+    print(f"{result.name}: {result.outcome.status.value}", file=sys.stderr)
 
 
 def _installed_config(path: Path | None) -> Config:

@@ -19,6 +19,7 @@ from ddtree_appliance.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     GIB,
+    LOADED_BYTES,
     MemoryPlan,
     context_limit,
     gib,
@@ -36,6 +37,8 @@ from tests.unit.model_folders import DRAFTER, TARGET
 # Qwen3-8B and its DFlash drafter, by their sizes.
 TARGET_ELEMENTS = 8_190_735_360
 DRAFTER_ELEMENTS = 1_048_626_176
+# Beside the weights: what appears with them, and a copy of the drafter's K and V projections.
+BESIDE = LOADED_BYTES + 5 * 2 * 1024 * 4096 * 2
 FREE = {"80 GB": 79 * GIB, "96 GB": 95 * GIB, "141 GB": 139 * GIB}
 
 
@@ -71,12 +74,25 @@ def test_an_8b_pair_by_hand_on_96_gb() -> None:
     assert found.kv_bytes_per_token == 4096 * 41
     assert found.weight_bytes == (8_190_735_360 + 1_048_626_176) * 2
     available = 95 * GIB - 621 * 2**20
-    pool_bytes = int(available * 0.85) - found.weight_bytes
-    assert found.pool_tokens == pool_bytes // (4096 * 41) == 402_965
+    pool_bytes = int(available * 0.85) - found.weight_bytes - (120 * 2**20 + 5 * 2 * 8 * 128 * 4096 * 2)
+    assert found.pool_tokens == pool_bytes // (4096 * 41) == 401_716
     # S = 65 nodes, reserve 130; every request may grow to the context.
     assert found.needed_tokens == 8 * (32768 + 130)
-    assert found.rest_bytes == available - found.weight_bytes - found.pool_tokens * 4096 * 41
+    assert found.rest_bytes == available - found.weight_bytes - BESIDE - found.pool_tokens * 4096 * 41
     assert found.problems == ()
+
+
+def test_the_plan_is_what_real_starts_on_an_h200_had() -> None:
+    """2026-11-29, through `serve`: SGLang's max_total_num_tokens. Free memory is known to 0.01 GiB only."""
+    big = plan(int(139.20 * GIB), memory_fraction=0.85)
+    assert abs(big.pool_tokens - 641_904) < 0.01 * GIB * 0.85 / (4096 * 41)
+    # Its log: 20.75 GB free once both pools were there, 19.73 once the graphs were.
+    assert big.rest_bytes / GIB == pytest.approx(20.75, abs=0.1)
+    assert big.step_bytes / GIB == pytest.approx(20.75 - 19.73, abs=0.1)
+    pair = (read_checkpoint(server.TARGET, True), read_checkpoint(server.DRAFTER, False))
+    config = configured(context_length=2048, max_running_requests=16, memory_fraction=0.3)
+    tiny = plan_memory(config, *pair, int(139.80 * GIB))
+    assert abs(tiny.pool_tokens - 7_274_887) < 0.01 * GIB * 0.3 / 6144
 
 
 def test_a_verify_step_by_hand() -> None:
@@ -159,8 +175,9 @@ def test_several_ranks_hold_a_communicator_each() -> None:
     left = [
         found.rest_bytes + found.weight_bytes + found.pool_tokens * found.kv_bytes_per_token for found in (one, two)
     ]
-    assert left[0] - left[1] == COMMUNICATOR_BYTES
-    assert left[0] == one.free_bytes - CONTEXT_BYTES
+    # A rank holds its part of the copied projections.
+    assert left[0] - left[1] == COMMUNICATOR_BYTES - (BESIDE - LOADED_BYTES) // 2
+    assert left[0] == one.free_bytes - CONTEXT_BYTES - BESIDE
 
 
 def test_a_float32_checkpoint_is_counted_as_it_is_loaded() -> None:
@@ -180,12 +197,15 @@ def test_quantised_weights_are_counted_as_they_lie() -> None:
 def test_a_drafter_of_another_shape_gets_as_many_tokens_in_its_own() -> None:
     same = plan()
     narrow, wide = plan(drafter={"num_key_value_heads": 2}), plan(drafter={"num_key_value_heads": 32})
-    # SGLang sizes the pools by the target's layers, whatever the drafter's are.
-    assert narrow.pool_tokens == wide.pool_tokens == same.pool_tokens
+    # SGLang sizes the pools by the target's layers, whatever the drafter's are; only its copied projections differ.
+    copied_head = 5 * 2 * 128 * 4096 * 2
+    assert narrow.pool_tokens - same.pool_tokens == pytest.approx(6 * copied_head / 167936, abs=1)
+    assert same.pool_tokens - wide.pool_tokens == pytest.approx(24 * copied_head / 167936, abs=1)
     per_layer_head = 2 * 128 * 2
     assert narrow.kv_bytes_per_token == same.kv_bytes_per_token - 5 * 6 * per_layer_head
-    assert narrow.rest_bytes - same.rest_bytes == same.pool_tokens * 5 * 6 * per_layer_head
-    assert same.rest_bytes - wide.rest_bytes == same.pool_tokens * 5 * 24 * per_layer_head
+    # What the narrow one leaves of its share, and the wide one takes beyond it, is the step's.
+    assert narrow.rest_bytes - same.rest_bytes == pytest.approx(same.pool_tokens * 5 * 6 * per_layer_head, rel=0.01)
+    assert same.rest_bytes - wide.rest_bytes == pytest.approx(same.pool_tokens * 5 * 24 * per_layer_head, rel=0.01)
 
 
 def test_a_drafter_with_a_larger_kv_can_leave_too_little() -> None:
@@ -368,15 +388,16 @@ def test_problems_are_told_exactly_if_something_does_not_fit(free: int, sizes: d
     overhead = CONTEXT_BYTES + (COMMUNICATOR_BYTES if sizes["gpus"] > 1 else 0)
     static = int((free - overhead) * sizes["memory_fraction"])
     cell = sized_kv_bytes(TARGET, DRAFTER, sizes["gpus"], 2)
+    loaded = found.weight_bytes + LOADED_BYTES + (BESIDE - LOADED_BYTES) // sizes["gpus"]
     fits = (
-        found.weight_bytes < static
-        and found.pool_tokens * cell <= static - found.weight_bytes
+        loaded < static
+        and found.pool_tokens * cell <= static - loaded
         and found.needed_tokens <= found.pool_tokens
         and found.step_bytes <= found.rest_bytes
     )
     assert fits == (not found.problems)
-    if found.pool_tokens * cell <= static - found.weight_bytes:
-        used = found.weight_bytes + found.pool_tokens * found.kv_bytes_per_token + found.rest_bytes
+    if found.pool_tokens * cell <= static - loaded:
+        used = loaded + found.pool_tokens * found.kv_bytes_per_token + found.rest_bytes
         assert used == free - overhead
 
 
@@ -436,6 +457,9 @@ def pool_tokens_by_sglang(
         ),
     )
     weights = sum(model.weight_bytes(2) for model in (target, drafter)) / config.tp_size / GIB
+    layers, heads = (drafter.config[key] for key in ("num_hidden_layers", "num_key_value_heads"))
+    copied = layers * 2 * max(heads // config.tp_size, 1) * 128 * 4096 * 2 / GIB
+    after_loading = free_gib - weights - LOADED_BYTES / GIB - copied
     schedule = SimpleNamespace(
         mem_fraction_static=config.engine.memory_fraction,
         max_total_tokens=config.engine.kv_tokens,
@@ -445,7 +469,7 @@ def pool_tokens_by_sglang(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sglang.configurator, "get_world_group", lambda: SimpleNamespace(world_size=1, cpu_group=None))
         patch.setattr(sglang.configurator, "get_schedule", lambda: schedule)
-        patch.setattr(sglang.configurator, "get_available_gpu_memory", lambda *args, **kwargs: free_gib - weights)
+        patch.setattr(sglang.configurator, "get_available_gpu_memory", lambda *args, **kwargs: after_loading)
         patch.setattr(sglang.pools, "get_parallel", lambda: SimpleNamespace(attn_tp_size=config.tp_size))
         patch.setattr(sglang.pools, "mambaish_config", lambda model_config: None)
         patch.setattr(sglang.pools, "create_memory_pool_configurator", sglang.pools.DefaultPoolConfigurator)

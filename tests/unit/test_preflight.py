@@ -252,6 +252,15 @@ def secret(content: str | None, name: str = "ddtree-api-key") -> Spoil:
             "the target's context 131072 is beyond the drafter's 40960",
         ),
         (
+            several(
+                model("target", num_attention_heads=20, num_key_value_heads=4),
+                gpus(*[gpu(str(place)) for place in range(8)]),
+            ),
+            "shape",
+            UsageError,
+            "the target's 20 heads (4 for KV) do not divide over 8",
+        ),
+        (
             several(both_models(num_attention_heads=20), gpus(gpu("0"), gpu("1"), gpu("2"))),
             "shape",
             UsageError,

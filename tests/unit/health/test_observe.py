@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -216,22 +217,36 @@ def test_a_wrong_address_is_an_observation(url: str) -> None:
     assert "\n" not in seen.detail
 
 
+def test_no_time_is_left_for_metrics_after_a_slow_health(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.start_ready()
+    times = iter([100.0, 100.1, 100.3, 100.3])
+    monkeypatch.setattr(observe_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    seen = look(engine.url, timeout_s=0.2)
+    assert (seen.health, seen.failure) == (200, Failure.METRICS_UNREADABLE)
+    assert seen.detail == "/metrics: no answer within 0.2 s"
+    assert engine.requests == ["/health"]
+
+
 @contextmanager
-def raw_server(*answers: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Serves one connection per answer, without any HTTP library."""
+def raw_server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Answers every connection without any HTTP library."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            for answer in answers:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.recv(65536)
-                    answer(connection)
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(65536)
+                        answer(connection)
 
-        thread = threading.Thread(target=serve, daemon=True)
+        thread = threading.Thread(target=serve)
         thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(10)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # which, unlike closing it, ends a waiting accept
+            thread.join()
 
 
 @pytest.mark.parametrize(
@@ -252,9 +267,8 @@ def test_what_speaks_no_proper_http_is_described_but_not_quoted(
     def send(connection: socket.socket) -> None:
         connection.sendall(answer.encode())
 
-    with raw_server(send, send) as url:
+    with raw_server(send) as url:
         seen = look(url)
-        # It may pass as an answer of /health; then nobody is there for /metrics.
         assert seen.failure is not None
         assert seen.detail and KEY not in seen.detail
         assert probe(url, heartbeat_limit_s=60, progress_limit_s=180, timeout_s=5, startup=False) == EXIT_FAILED
@@ -267,11 +281,8 @@ def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
 
     def flood(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        try:
-            for _ in range(1000):
-                connection.sendall(b"x" * 65536)
-        except OSError:
-            pass
+        for _ in range(1000):
+            connection.sendall(b"x" * 65536)
 
     with raw_server(flood) as url:
         seen = look(url)
@@ -282,12 +293,9 @@ def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_answer_that_trickles_is_given_up() -> None:
     def trickle(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        try:
-            while True:
-                connection.sendall(b"1\r\nx\r\n")
-                time.sleep(0.02)
-        except OSError:
-            pass
+        while True:
+            connection.sendall(b"1\r\nx\r\n")
+            time.sleep(0.02)
 
     with raw_server(trickle) as url:
         seen = look(url, timeout_s=0.2)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ddtree_appliance.config import Config
 
 
+_GRACE_S = 0.5  # so that the probe's own message, which says what was late, comes first
+
+
 def add(commands: Commands) -> None:
     """Add the parsers."""
     probe = commands.add_parser(
@@ -55,7 +58,7 @@ def _probe(args: argparse.Namespace) -> int:
         os._exit(1)
 
     signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, args.timeout)
+    signal.setitimer(signal.ITIMER_REAL, args.timeout + _GRACE_S)
     try:
         return probe(
             args.url,
@@ -91,13 +94,13 @@ def _health(args: argparse.Namespace) -> int:
 
 def _version(config: Config) -> dict[str, Any]:
     from ddtree_appliance import __version__
-    from ddtree_appliance.errors import PatchError
+    from ddtree_appliance.errors import ApplianceError
     from ddtree_appliance.patching import verify_installed
     from ddtree_appliance.render import config_digest
 
     try:
         report = verify_installed()
-    except PatchError as error:
+    except ApplianceError as error:
         print(f"warning: {error.message}", file=sys.stderr, flush=True)
         sglang, patchset, verified = "none", "none", False
     else:

@@ -98,6 +98,17 @@ def test_a_split_card_is_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].capability == (9, 0)
 
 
+def test_slices_that_were_not_passed_in_are_not_there_and_other_errors_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = FakeNvml([FakeCard("GPU-a", slices=(FakeCard("MIG-a"),))])
+    nvml.install(monkeypatch, nvmlDeviceGetMigDeviceHandleByIndex=refused(pynvml.NVML_ERROR_NO_PERMISSION))
+    assert see_gpus()[1] == []
+    nvml.install(monkeypatch, nvmlDeviceGetMigDeviceHandleByIndex=refused(pynvml.NVML_ERROR_GPU_IS_LOST))
+    with pytest.raises(HostError, match="GPU is lost"):
+        see_gpus()
+
+
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION])
 def test_what_a_card_cannot_tell_is_left_out(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = {"nvmlDeviceGetMigMode": refused(code), "nvmlDeviceGetComputeRunningProcesses": refused(code)}

@@ -111,7 +111,7 @@ def check_needed(library: str, needed: Iterable[str], present: Set[str]) -> list
             continue
         stem = name.partition(".so")[0] + ".so"
         instead = sorted(other for other in present if other.startswith(stem)) or ["nothing like it"]
-        what = f"needs {name}; the image has {', '.join(instead)}"
+        what = f"{Path(library).name} needs {name}; the image has {', '.join(instead)}"
         problems.append(Problem(what, library, _RELOCK))
     return problems
 
@@ -122,7 +122,8 @@ def check_symbols(library: str, undefined: Set[str], defined: Set[str]) -> list[
     if not missing:
         return []
     shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    what = f"is built for another torch: {len(missing)} of its symbols are in none of torch's libraries ({shown})"
+    count = f"{len(missing)} of its symbols are in none of torch's libraries"
+    what = f"{Path(library).name} is built for another torch: {count} ({shown})"
     return [Problem(what, library, _RELOCK)]
 
 
@@ -179,7 +180,8 @@ def check_kernels(site: Path) -> list[Problem]:
         return [Problem("the kernel wheel has no common_ops library", str(site / "sgl_kernel"), _REBUILD)]
     torch = sorted((site / "torch" / "lib").glob("*.so*"))
     folders = [site / "torch" / "lib", *site.glob("nvidia/*/lib"), *map(Path, _SYSTEM_LIBRARIES)]
-    present = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
+    # exists() follows links: a link to a library that is not there is none.
+    present = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.exists()}
     defined = read_defined(torch)
     problems = []
     for library in kernels:

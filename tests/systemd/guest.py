@@ -263,11 +263,12 @@ class Guest:
         raise GuestError(f"the guest did not boot within {BOOT_LIMIT_S:.0f} s\n{self._console_tail()}")
 
     def _kill(self) -> None:
-        if self._nspawn is not None and self._nspawn.poll() is None:
-            # nspawn alone would leave the guest behind.
-            assert self._cgroup is not None
-            (self._cgroup / "cgroup.kill").write_text("1")
+        if self._nspawn is not None:
+            self._nspawn.kill()
             self._nspawn.wait()
+        # Now nobody can join the cgroup any more; the end of nspawn alone does not end the guest.
+        if self._cgroup is not None:
+            (self._cgroup / "cgroup.kill").write_text("1")
         self._nspawn = None
         for stream in (stream for process in self._spawned for stream in (process.stdout, process.stderr)):
             assert stream is not None

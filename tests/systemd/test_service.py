@@ -111,7 +111,7 @@ class Service:
                 and self.state() == "ready"
             )
 
-        self.guest.wait_until("restarted and ready", is_back, 180)
+        self.guest.wait_until("restarted and ready", is_back, 300)
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +278,9 @@ def test_a_missing_gpu_fails_at_once_and_a_configured_one_reaches_the_container(
 
 def test_a_stop_while_starting_is_clean(service: Service) -> None:
     guest = service.guest
+    cursor = guest.journal_cursor()
     guest.run(f"systemctl start --no-block {ENGINE}")
-    guest.wait_until("SGLang starts", lambda: "starting sglang" in guest.journal(ENGINE), 30)
+    guest.wait_until("SGLang starts", lambda: "starting sglang" in guest.journal(ENGINE, cursor), 60)
     begin = time.monotonic()
     guest.run(f"systemctl stop {ENGINE}", 90)
     assert time.monotonic() - begin < 20
@@ -304,7 +305,7 @@ def test_the_image_serves_without_systemd_too(service: Service) -> None:
     )
     guest.run(run)
     try:
-        guest.wait_until("it answers", lambda: service.get(f"{API}/health")[0] == 200, 120)
+        guest.wait_until("it answers", lambda: service.get(f"{API}/health")[0] == 200, 240)
         assert service.answer()["meta_info"]["spec_verify_ct"] > 0
     finally:
         guest.run("podman stop --time 30 plain", 60)

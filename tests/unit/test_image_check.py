@@ -101,7 +101,7 @@ def test_a_library_for_another_cuda_is_named_with_what_the_image_has() -> None:
     present = {"libcudart.so.13", "libtorch.so"}
     assert check_needed("common_ops.so", ["libtorch.so", "libcudart.so.13", "libcuda.so.1"], present) == []
     (problem,) = check_needed("common_ops.so", ["libcudart.so.12"], present)
-    assert problem.what == "needs libcudart.so.12; the image has libcudart.so.13"
+    assert problem.what == "common_ops.so needs libcudart.so.12; the image has libcudart.so.13"
     assert problem.where == "common_ops.so"
 
 
@@ -192,8 +192,10 @@ def test_a_kernel_wheel_for_another_torch_is_refused(tmp_path: Path) -> None:
 
 @needs_gcc
 def test_a_kernel_wheel_for_another_cuda_is_refused(tmp_path: Path) -> None:
-    (problem,) = check_kernels(_site(tmp_path, FOO, cudart="libcudart.so.12"))
-    assert problem.what == "needs libcudart.so.13; the image has libcudart.so.12"
+    site = _site(tmp_path, FOO, cudart="libcudart.so.12")
+    (site / "nvidia/cu13/lib/libcudart.so.13").symlink_to("nowhere")
+    (problem,) = check_kernels(site)
+    assert problem.what == "common_ops.abi3.so needs libcudart.so.13; the image has libcudart.so.12"
 
 
 def test_a_kernel_wheel_without_its_library_is_refused(tmp_path: Path) -> None:

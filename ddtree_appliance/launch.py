@@ -126,3 +126,6 @@ def prepare(sglang_arguments: Sequence[str]) -> Any:
             return prepare_server_args(list(sglang_arguments))
     except (ValueError, AssertionError, OSError, NotImplementedError) as error:
         raise UsageError(" ".join(str(error).split()) or repr(error), "see ddtree-appliance launch --help") from error
+    except RuntimeError as error:
+        # torch's word for a GPU that is missing or does not start.
+        raise HostError(" ".join(str(error).split()) or repr(error), "does nvidia-smi show the GPU here?") from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ddtree_appliance import launch, patching
-from ddtree_appliance.errors import EXIT_USAGE, PatchError, UsageError
+from ddtree_appliance.errors import EXIT_USAGE, HostError, PatchError, UsageError
 from ddtree_appliance.launch import check_model_paths, check_patched
 from ddtree_appliance.patching import VerifyReport
 
@@ -162,3 +163,42 @@ def test_a_missing_model_folder_is_one_error_line_and_no_engine(tmp_path: Path) 
         f"error: --model-path: {missing} is not a folder",
         "hint: mount it, or correct the path",
     ]
+
+
+@pytest.mark.parametrize(
+    "raised,expected",
+    [
+        (ValueError("bad\n value"), UsageError),
+        (NotImplementedError("no"), UsageError),
+        (RuntimeError("no GPU"), HostError),
+    ],
+)
+def test_what_sglang_raises_for_its_arguments_is_one_line(
+    raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        raise raised
+
+    names = {"load_plugins": lambda: None, "prepare_server_args": fail}
+    algorithm = SimpleNamespace(SpeculativeAlgorithm=SimpleNamespace(from_string=lambda name: None))
+    for module in ("plugins", "server_args"):
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{module}", SimpleNamespace(**names))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "sglang.srt.speculative.spec_info", algorithm)  # type: ignore[arg-type]
+    with pytest.raises(expected) as refusal:
+        launch.prepare([])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_stop_before_sglang_drains_ends_the_tree_with_143(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys, time; from ddtree_appliance.launch import end_on_sigterm; end_on_sigterm();"
+        "child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        child = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(timeout=30) == 143
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()

@@ -266,6 +266,24 @@ def test_requests_take_whole_pages(page: int, per_request: int) -> None:
     assert found.pool_tokens % page == 0
 
 
+def test_a_request_that_ends_on_a_page_needs_the_free_one_too() -> None:
+    # 16254 + 130 are 64 pages of 256; admission wants 16254 + 256 to be free.
+    found = plan(context_length=16254, page_size=256, max_running_requests=1)
+    assert found.needed_tokens == 65 * 256
+
+
+def test_the_last_token_and_the_last_byte_count() -> None:
+    needed = plan().needed_tokens
+    assert plan(kv_tokens=needed).problems == ()
+    assert len(plan(kv_tokens=needed - 1).problems) == 1
+    # With nearly all memory for the pool, its size decides what a step has.
+    tight = {"memory_fraction": 0.999, "max_running_requests": 4}
+    empty = plan(kv_tokens=64, **tight)
+    most = (empty.rest_bytes + 64 * empty.kv_bytes_per_token - empty.step_bytes) // empty.kv_bytes_per_token
+    assert plan(kv_tokens=most, **tight).problems == ()
+    assert len(plan(kv_tokens=most + 1, **tight).problems) == 1
+
+
 def test_explicit_kv_dtype_is_half_as_large_as_float32() -> None:
     assert kv_item_bytes(configured(dtype="float32", device="cpu", kv_tokens=64)) == 4
     assert kv_item_bytes(configured(dtype="float32", device="cpu", kv_tokens=64, kv_dtype="bfloat16")) == 2

@@ -540,7 +540,7 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_directory: Path | None) -> PatchSeries:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load_series", interrupt)
+    monkeypatch.setattr(patches_command, "_load_series", interrupt)
     assert cli.main(["patches", "list"]) == 130
 
 

@@ -57,6 +57,12 @@ _SYNTAX: tuple[tuple[str, str, str, bool], ...] = (
         *("while parsing a flow (mapping|sequence)", "what is opened here goes wrong or is never closed"),
         *("separate with commas, and close each [ and {{", True),
     ),
+    (
+        "node content, but found '<stream end>'",
+        "the file ends too early",
+        "write the value, and close what is open",
+        False,
+    ),
     ("the node content, but found '(.+)'", "a value is missing before {0}", "write it, or quote the text", False),
     ("could not find expected ':'", "a key without a colon", "write KEY: VALUE", True),
     ("a block scalar", "what follows | or > is not understood", "begin the text in the next line, indented", False),
@@ -65,7 +71,12 @@ _SYNTAX: tuple[tuple[str, str, str, bool], ...] = (
         *("expected a single document", "a second document begins here"),
         *("remove what stands before or after it, and the line ---", False),
     ),
-    ("YAML document|directive", "directives are not supported", "remove the lines that begin with %", False),
+    (
+        "YAML document|document start|directive",
+        "directives are not supported",
+        "remove the lines that begin with %",
+        False,
+    ),
 )
 # Line ends to YAML and to no editor: every line number below one would be wrong.
 _ODD_LINE_END = re.compile("[\x85\u2028\u2029]|\r(?!\n)")

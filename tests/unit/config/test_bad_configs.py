@@ -40,6 +40,14 @@ BAD_BYTES: dict[str, tuple[bytes, list[str]]] = {
         b"%YAML " + b"9" * 5000 + b".1\n---\nengine: {}\n",
         ["1:7: no YAML: a number is out of range", "  hint: correct or remove it"],
     ),
+    "a directive and nothing else": (
+        b"%YAML 1.1\n\n",
+        ["1:10: no YAML: directives are not supported", "  hint: remove the lines that begin with %"],
+    ),
+    "a file that ends within a list": (
+        b"gpus: [\n\n",
+        ["1:8: no YAML: the file ends too early", "  hint: write the value, and close what is open"],
+    ),
     "bytes that are not UTF-8": (
         "engine:\n  model: ü".encode() + b"\xff\n",
         ["2:11: the file is not UTF-8 text", "  hint: save it as UTF-8"],

@@ -67,11 +67,15 @@ class ConfigError(UsageError):
 
 def load_config(path: Path) -> Config:
     """The configuration in `path`. Raises ConfigError with every problem in it, UsageError if it cannot be read."""
+    return config_from(read_source(path), str(path))
+
+
+def read_source(path: Path) -> bytes:
+    """The bytes of the configuration file `path`. Raises UsageError if it cannot be read."""
     try:
-        raw = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "name an existing, readable configuration file") from error
-    return config_from(raw, str(path))
 
 
 def config_from(raw: bytes, source: str) -> Config:

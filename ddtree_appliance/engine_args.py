@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ddtree_appliance.config import Config
-from ddtree_appliance.ddtree.start_rules import READ_FLAGS, START_RULES, TREE_BACKENDS
+from ddtree_appliance.ddtree.start_rules import READ_FLAGS, SPECULATIVE_PREFIXES, START_RULES, TREE_BACKENDS
 from ddtree_appliance.flag_table import Flag, flag_table, nearest
 from ddtree_appliance.yaml_source import shown
 
@@ -128,7 +128,6 @@ REFUSED_FLAGS: dict[str, tuple[str, str]] = {
     "sidecar-args": ("it starts another program beside the engine", "run it in its own container"),
 }
 
-_SPECULATIVE = ("speculative_", "decoupled_spec", "spec_trace", "enable_multi_layer")
 _OWNED_BY_FLAG = {owned.flag: owned for owned in OWNED}
 
 
@@ -237,7 +236,7 @@ def _extra_problem(name: str, value: Any, flag: Flag | None, config: Config) -> 
     if flag.kind == "deprecated":
         remedy = f"use {flag.replaced_by}" if flag.replaced_by else "leave it out: it has no effect"
         return "is deprecated in SGLang 0.5.17", remedy
-    if flag.dest.startswith(_SPECULATIVE) and flag.dest not in READ_FLAGS:
+    if flag.dest.startswith(SPECULATIVE_PREFIXES) and flag.dest not in READ_FLAGS:
         return "belongs to another speculative algorithm: DDTREE does not read it", "leave it out"
     try:
         flag.arguments(value)

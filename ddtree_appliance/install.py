@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_appliance.config import Config
-from ddtree_appliance.config_source import config_from
-from ddtree_appliance.errors import ApplianceError, HostError, UsageError
+from ddtree_appliance.config_source import config_from, read_source
+from ddtree_appliance.errors import ApplianceError, HostError
 from ddtree_appliance.host import Runner, output_of, require_podman, require_systemd, run_command
 from ddtree_appliance.managed_files import Change, Record, apply_changes, diff, sha256
 from ddtree_appliance.render import ENGINE, NETWORK, SIDECAR, config_digest, render_units, secret_files, write_units
@@ -104,10 +104,7 @@ def install(
     After any of them the files are those from before.
     """
     roots = roots or Roots()
-    try:
-        raw = config_path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{config_path}: {error.strerror}", "name an existing, readable configuration file") from error
+    raw = read_source(config_path)
     config = config_from(raw, str(config_path))
     digest, units = config_digest(config), render_units(config)
     require_systemd(roots.systemd, run)

@@ -63,7 +63,7 @@ def run_preflight(config: Config, host: Host | None = None) -> tuple[list[Findin
     return findings, facts
 
 
-def raise_first(findings: list[Finding]) -> None:
+def raise_failed(findings: list[Finding]) -> None:
     """Raise one error for all that failed: a HostError if the host is at fault anywhere, else a UsageError."""
     failed = [(finding, finding.error) for finding in findings if finding.error is not None]
     if not failed:

@@ -19,7 +19,7 @@ from ddtree_appliance.engine_args import sglang_arguments
 from ddtree_appliance.errors import HostError, PatchError, UsageError
 from ddtree_appliance.key_file import write_key_file
 from ddtree_appliance.launch import KEY_FILE_VARIABLE, check_patched
-from ddtree_appliance.preflight import raise_first, run_preflight
+from ddtree_appliance.preflight import raise_failed, run_preflight
 from ddtree_appliance.render import config_digest
 
 # Every cache of compiled kernels that the engine's packages keep, below the folder for this image and GPU.
@@ -54,7 +54,7 @@ def serve(config_path: Path, rendered_for: str | None) -> NoReturn:
     for finding in findings:
         if finding.error is None:
             print(f"preflight check={finding.check} {finding.detail}", flush=True)
-    raise_first(findings)
+    raise_failed(findings)
     arguments = sglang_arguments(facts.config)
     environment = engine_environment(config, facts, os.environ)
     key_file = write_key_file(config)

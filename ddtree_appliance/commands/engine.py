@@ -52,7 +52,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from ddtree_appliance.config_source import load_config
-    from ddtree_appliance.preflight import raise_first, run_preflight
+    from ddtree_appliance.preflight import raise_failed, run_preflight
 
     findings, facts = run_preflight(load_config(args.config))
     arithmetic = facts.plan.rows() if facts.plan else []
@@ -64,7 +64,7 @@ def _preflight(args: argparse.Namespace) -> int:
         print(format_table([("CHECK", "RESULT", "DETAIL"), *outcome]))
         if arithmetic:
             print("\n" + format_table([("MEMORY PER DEVICE", ""), *arithmetic]))
-    raise_first(findings)
+    raise_failed(findings)
     return EXIT_OK
 
 

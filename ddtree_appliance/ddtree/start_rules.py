@@ -157,6 +157,7 @@ def environment_problems(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
+SPECULATIVE_PREFIXES = ("speculative_", "decoupled_spec", "spec_trace", "enable_multi_layer")
 # Flags of speculative decoding that DDTREE, or the part of SGLang that loads its drafter, reads or judges above.
 READ_FLAGS = frozenset(
     {
@@ -177,7 +178,7 @@ def unread_problems(server_args: Any) -> list[str]:
     """Flags of other speculative algorithms that were set: they would have no effect. `server_args`: a dataclass."""
     problems = []
     for field in dataclasses.fields(server_args):
-        is_speculative = field.name.startswith(("speculative_", "decoupled_spec", "spec_trace", "enable_multi_layer"))
+        is_speculative = field.name.startswith(SPECULATIVE_PREFIXES)
         if is_speculative and field.name not in READ_FLAGS:
             value = getattr(server_args, field.name)
             if value != field.default:

@@ -23,7 +23,7 @@ from ddtree_appliance.ddtree.start_rules import REFUSED_ENVIRONMENT
 from ddtree_appliance.errors import ApplianceError, HostError, UsageError
 from ddtree_appliance.gpus import CAPABILITIES, Driver, Gpu
 from ddtree_appliance.memory import GIB
-from ddtree_appliance.preflight import CHECKS, Finding, raise_first, run_preflight
+from ddtree_appliance.preflight import CHECKS, Finding, raise_failed, run_preflight
 from tests.unit.model_folders import DRAFTER, TARGET, make_checkpoint
 from tests.unit.nobody import as_nobody
 
@@ -122,7 +122,7 @@ def test_a_sound_host_passes_and_says_what_it_has(bench: Bench) -> None:
 
 def test_facts_are_kept_for_the_start(bench: Bench) -> None:
     findings, facts = run_preflight(bench.config, bench.host)
-    raise_first(findings)
+    raise_failed(findings)
     assert facts.target is not None and facts.target.float_elements == 8 + 128
     assert (facts.driver, facts.gpus) == (DRIVER, [H200])
     assert facts.plan is not None and facts.plan.problems == ()
@@ -660,7 +660,7 @@ def test_on_the_host_only_the_named_gpus_count(bench: Bench) -> None:
     for name in (named.name_in_cdi, named.uuid):
         bench.sections["gpus"] = [name]
         findings, facts = run_preflight(bench.config, bench.host)
-        raise_first(findings)
+        raise_failed(findings)
         assert facts.gpus == [named]
     bench.sections["gpus"] = ["3"]
     assert bench.failed()["gpus"].message == f"gpus names 3; there are 0 GPU-0, 1 {named.uuid}"
@@ -735,7 +735,7 @@ def test_all_that_failed_is_one_error_in_the_order_of_the_checks(bench: Bench) -
     spoil_everything(bench)
     findings, _ = run_preflight(bench.config, bench.host)
     with pytest.raises(HostError) as caught:
-        raise_first(findings)
+        raise_failed(findings)
     lines = caught.value.message.removeprefix("preflight: ").split("\n  ")
     assert [line.partition(": ")[0] for line in lines] == [
         "pair",
@@ -768,13 +768,13 @@ def test_the_host_at_fault_anywhere_decides_the_exit_code(
 ) -> None:
     findings = [Finding("fine", "good"), *[Finding(f"c{n}", e.message, e) for n, e in enumerate(errors)]]
     with pytest.raises(kind) as caught:
-        raise_first(findings)
+        raise_failed(findings)
     assert caught.value.message == "preflight: " + "\n  ".join(f"c{n}: {e.message}" for n, e in enumerate(errors))
     assert caught.value.hint is None
 
 
 def test_nothing_wrong_raises_nothing() -> None:
-    raise_first([Finding("fine", "good"), Finding("other", NOT_HERE)])
+    raise_failed([Finding("fine", "good"), Finding("other", NOT_HERE)])
 
 
 def test_the_real_edges_of_this_host_answer() -> None:

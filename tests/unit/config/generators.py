@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from ddtree_appliance.ddtree.start_rules import READ_FLAGS, START_RULES
-from ddtree_appliance.engine_args import _SPECULATIVE, OWNED, REFUSED_FLAGS
+from ddtree_appliance.ddtree.start_rules import READ_FLAGS, SPECULATIVE_PREFIXES, START_RULES
+from ddtree_appliance.engine_args import OWNED, REFUSED_FLAGS
 from ddtree_appliance.flag_table import Flag, flag_table
 
 PAIR = "engine:\n  model: /srv/models/target\n  drafter: /srv/models/drafter\n"
@@ -42,7 +42,7 @@ def free_flags() -> list[Flag]:
         and not {flag.flag} & (_OWNED | set(REFUSED_FLAGS))
         and flag.kind != "deprecated"
         and flag.dest not in _JUDGED
-        and (not flag.dest.startswith(_SPECULATIVE) or flag.dest in READ_FLAGS)
+        and (not flag.dest.startswith(SPECULATIVE_PREFIXES) or flag.dest in READ_FLAGS)
     ]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from ddtree_appliance import __version__
-from ddtree_appliance.commands import config, engine, health, patches, smoke, units
-from ddtree_appliance.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ApplianceError, UsageError
+from ddtree_appliance.commands import bench, config, engine, health, patches, smoke, units
+from ddtree_appliance.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ApplianceError, UsageError, report
 
 if TYPE_CHECKING:
     from ddtree_appliance.commands import Commands
@@ -31,6 +31,7 @@ _COMMANDS: tuple[Callable[[Commands], None], ...] = (
     engine.add,
     health.add,
     patches.add,
+    bench.add,
 )
 
 
@@ -66,9 +67,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _report(error: Exception) -> int:
+    if isinstance(error, ApplianceError):
+        return report(error)
     print(f"error: {error}", file=sys.stderr)
-    if not isinstance(error, ApplianceError):
-        return EXIT_FAILED
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
-    return error.exit_code
+    return EXIT_FAILED

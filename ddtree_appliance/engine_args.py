@@ -182,9 +182,8 @@ def argument_problems(config: Config) -> Iterator[ArgumentProblem]:
         if rule.broken(arguments):
             key, extra = setters.get(rule.field, ("engine", None))
             prefix = "" if extra else f"--{rule.field.replace('_', '-')} = "
-            hint = "name one GPU" if key == "gpus" else "change or remove it"
             message = f"{prefix}{_flag_shown(values[rule.field])} is refused: {rule.reason}"
-            yield ArgumentProblem(key, extra, message, hint)
+            yield ArgumentProblem(key, extra, message, "change or remove it")
 
 
 def key_for_flag(name: str) -> str | None:

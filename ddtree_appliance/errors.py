@@ -1,5 +1,7 @@
 """One error type for everything an operator can put right, and the exit codes of the command line."""
 
+import sys
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -35,3 +37,11 @@ class HostError(ApplianceError):
 
 class PatchError(ApplianceError):
     """The patch series, the wheel or the installed engine is not what the manifest says."""
+
+
+def report(error: ApplianceError) -> int:
+    """Say on stderr what is wrong and what to do; return the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from ddtree_appliance.errors import HostError, PatchError, UsageError
@@ -36,6 +37,7 @@ def launch(sglang_arguments: Sequence[str]) -> int:
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
+    keep_ending_under_uvicorn()
     try:
         run_server(server_args)
     finally:
@@ -46,18 +48,60 @@ def launch(sglang_arguments: Sequence[str]) -> int:
 def end_on_sigterm() -> None:
     """Until SGLang drains on SIGTERM by itself, end at once, with the process tree and the usual status 143.
 
-    Without a handler PID 1 of a container ignores SIGTERM, and a stop during a long start ends in a kill.
+    The image's init would end the tree too; without one, PID 1 of a container ignores SIGTERM that has no handler, and
+    a stop during a long start ends in a kill. A SIGTERM that `sigterm_held` has kept back takes effect here.
     """
+    # psutil comes with SGLang: where it is missing, nothing can be started, and the checks say so.
+    with suppress(ModuleNotFoundError):
+        signal.signal(signal.SIGTERM, _end_tree())
+    # Before anything else runs: threads and children inherit the mask, and could not be terminated.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def keep_ending_under_uvicorn() -> None:
+    """Let SIGTERM end the process also from uvicorn's start to the first request, at which SGLang takes it over.
+
+    uvicorn's own handler would close the port, and SGLang's warm-up would then ask for two minutes whether it is open.
+    """
+    import uvicorn
+
+    ours, theirs = signal.getsignal(signal.SIGTERM), uvicorn.Server.handle_exit
+
+    def handle_exit(self: uvicorn.Server, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM and callable(ours):
+            ours(sig, frame)
+        theirs(self, sig, frame)
+
+    uvicorn.Server.handle_exit = handle_exit  # type: ignore[method-assign]
+
+
+def _end_tree() -> Callable[[int, object], None]:
+    # Not in the handler: a signal amid the main thread's own import of it would raise there, where it may be swallowed.
+    import psutil
 
     def end(signum: int, frame: object) -> None:
-        import psutil
+        try:
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        finally:
+            os._exit(128 + signum)
 
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        os._exit(128 + signum)
+    return end
 
-    signal.signal(signal.SIGTERM, end)
+
+@contextmanager
+def sigterm_held() -> Iterator[None]:
+    """Hold a SIGTERM back while another program takes this process over and until it calls `end_on_sigterm`.
+
+    An execve resets handlers, and PID 1 of a container without an init ignores SIGTERM until there is one again. The
+    mask and a pending signal survive it, and what is blocked is never ignored.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_model_paths(sglang_arguments: Sequence[str]) -> None:

@@ -25,6 +25,10 @@ LOADED_BYTES = 120 << 20
 # torch_ops ranks the drafter's candidates in chunks of at most this size (its CANDIDATE_BYTES and BYTES_PER_LOGIT).
 CANDIDATE_BYTES = 256 << 20
 CANDIDATE_BYTES_PER_LOGIT = 32
+# Draws, penalties and log-probabilities work in chunks too, one after the other (sampling's DRAW_BYTES, penalties'
+# PENALTY_BYTES, and theirs per logit; logprobs keeps to sampling's).
+DRAW_BYTES = 640 << 20
+DRAW_BYTES_PER_LOGIT = 56
 _LOGIT_BYTES = 4
 _KV_INDEX_BYTES = 8
 _KV_SPLITS = 8  # --triton-attention-num-kv-splits
@@ -215,7 +219,7 @@ def _step_slots(config: Config, drafter: Mapping[str, Any]) -> int:
 
 
 def _step_bytes(config: Config, target: Mapping[str, Any], drafter: Mapping[str, Any], context: int) -> int:
-    """What a verify step of the largest batch holds besides weights, KV and activations.
+    """What a verify step of the largest batch, of sampled requests, holds besides weights, KV and activations.
 
     Logits are float32 for every node (`_copy_logits_to_buffer`) beside the model's own half-precision ones. With
     graphs, each request's mask and KV indices are kept for the longest context, per node
@@ -233,8 +237,14 @@ def _step_bytes(config: Config, target: Mapping[str, Any], drafter: Mapping[str,
     logits = nodes * vocabulary * (_LOGIT_BYTES + model_logits * (1 if tp_size == 1 else 3))
     masks = nodes * (row + width)
     indices = running * context * _KV_INDEX_BYTES
-    candidates = min(CANDIDATE_BYTES, running * max(block - 1, 0) * vocabulary * CANDIDATE_BYTES_PER_LOGIT)
-    total = logits + masks + indices + candidates + running * row * 4
+    ranked = running * max(block - 1, 0) * vocabulary
+    candidates = min(CANDIDATE_BYTES, ranked * CANDIDATE_BYTES_PER_LOGIT)
+    if graphs:
+        # The kernels keep all logits at once, in the model's type. Where that is less, the rest stands for the graphs.
+        candidates = max(candidates, ranked * item_bytes(config))
+    # One after the other, penalties and log-probabilities with less per logit; and how often each token was put out.
+    draws = min(DRAW_BYTES, nodes * vocabulary * DRAW_BYTES_PER_LOGIT) + running * vocabulary * _LOGIT_BYTES
+    total = logits + masks + indices + candidates + draws + running * row * 4
     if not graphs:
         return total
     if drafts > nodes:

@@ -18,7 +18,7 @@ from ddtree_appliance.config_source import load_config
 from ddtree_appliance.engine_args import sglang_arguments
 from ddtree_appliance.errors import HostError, PatchError, UsageError
 from ddtree_appliance.key_file import write_key_file
-from ddtree_appliance.launch import KEY_FILE_VARIABLE, check_patched
+from ddtree_appliance.launch import KEY_FILE_VARIABLE, check_patched, sigterm_held
 from ddtree_appliance.preflight import raise_failed, run_preflight
 from ddtree_appliance.render import config_digest
 
@@ -62,7 +62,8 @@ def serve(config_path: Path, rendered_for: str | None) -> NoReturn:
         arguments += ["--config", str(key_file)]
         environment[KEY_FILE_VARIABLE] = str(key_file)
     print(f"starting sglang {' '.join(arguments)}", flush=True)
-    os.execve(sys.executable, [sys.executable, "-m", "ddtree_appliance", "launch", "--", *arguments], environment)
+    with sigterm_held():
+        os.execve(sys.executable, [sys.executable, "-m", "ddtree_appliance", "launch", "--", *arguments], environment)
 
 
 def engine_environment(config: Config, facts: Facts, inherited: Mapping[str, str]) -> dict[str, str]:

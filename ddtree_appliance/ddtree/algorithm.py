@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from ddtree_appliance.ddtree import requests
 from ddtree_appliance.ddtree.pair import block_size_of, pair_problems
 from ddtree_appliance.ddtree.start_rules import (
+    SAMPLING_BACKEND,
     backend_problems,
     block_size_problem,
     budget_of,
@@ -36,6 +37,14 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # SGLang ships no 
     def verifies_trees(self) -> bool:
         """True: the verify step needs its mask on every backend."""
         return True
+
+    def supports_grammar_overlap(self) -> bool:
+        """True: the verify step brings the grammars up to date itself, before it drafts."""
+        return True
+
+    def default_sampling_backend(self) -> str:
+        """The sampling backend that a start without --sampling-backend gets."""
+        return SAMPLING_BACKEND
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
         """Tokens per request in one forward: the drafter's block, or the verify width (`num_draft_tokens`)."""

@@ -1,30 +1,47 @@
 """Which implementation of each step runs on which device.
 
 One table per device type; a fused kernel replaces the torch function of the same name and must equal it on every
-input (same shapes, dtypes, ties and padding). The worker calls the steps only through a table.
+input (same shapes, dtypes, ties and padding), but for rounding where its docstring says so. The worker calls the steps
+only through a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from ddtree_appliance.ddtree import torch_ops
+from ddtree_appliance.ddtree import sampling, torch_ops
+from ddtree_appliance.ddtree.head import HeadShard
+from ddtree_appliance.ddtree.kv_buffers import KVBuffers
+
+
+class VerifyMask(Protocol):
+    """The signature of `torch_ops.verify_mask`."""
+
+    def __call__(
+        self,
+        ancestors: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        prefix_lens_bound: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The steps around the two model forwards; see `torch_ops` for their contracts."""
+    """The steps around the two model forwards; see `torch_ops` and `sampling` for their contracts."""
 
-    top_candidates: Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    top_candidates: Callable[[torch.Tensor, HeadShard, int], tuple[torch.Tensor, torch.Tensor]]
     build_trees: Callable[[torch.Tensor, torch.Tensor, int], torch_ops.TreeBatch]
     node_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    verify_mask: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-    accept_greedy: Callable[[torch_ops.TreeBatch, torch.Tensor, int], torch_ops.AcceptBatch]
+    verify_mask: VerifyMask
+    sample_nodes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, sampling.Sampling], torch.Tensor]
+    accept: Callable[[torch_ops.TreeBatch, torch.Tensor, int], torch_ops.AcceptBatch]
     path_slots: Callable[[torch.Tensor, torch_ops.AcceptBatch], tuple[torch.Tensor, torch.Tensor]]
-    move_kv: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
+    move_kv: Callable[[KVBuffers, torch.Tensor, torch.Tensor], None]
     gather_path: Callable[[torch.Tensor, torch_ops.AcceptBatch], torch.Tensor]
 
 
@@ -33,15 +50,34 @@ TORCH = Kernels(
     build_trees=torch_ops.build_trees,
     node_positions=torch_ops.node_positions,
     verify_mask=torch_ops.verify_mask,
-    accept_greedy=torch_ops.accept_greedy,
+    sample_nodes=sampling.sample_nodes,
+    accept=torch_ops.accept,
     path_slots=torch_ops.path_slots,
     move_kv=torch_ops.move_kv,
     gather_path=torch_ops.gather_path,
 )
 
-TABLES: dict[str, Kernels] = {"cpu": TORCH, "cuda": TORCH}
+
+def fused() -> Kernels:
+    """The table of Triton kernels; what has no kernel of its own is one or two launches in torch already."""
+    from ddtree_appliance.ddtree.fused import accept, candidates, kv, sampling, trees
+
+    return replace(
+        TORCH,
+        top_candidates=candidates.top_candidates,
+        build_trees=trees.build_trees,
+        verify_mask=trees.verify_mask,
+        sample_nodes=sampling.sample_nodes,
+        accept=accept.accept,
+        move_kv=kv.move_kv,
+        gather_path=accept.gather_path,
+    )
+
+
+# Made when asked for: importing Triton kernels takes Triton, which a CPU host's tests of other parts need not have.
+TABLES: dict[str, Callable[[], Kernels]] = {"cpu": lambda: TORCH, "cuda": fused}
 
 
 def kernels_for(device: str) -> Kernels:
     """The table for a device such as "cpu" or "cuda:0". Raises KeyError for a type without one."""
-    return TABLES[torch.device(device).type]
+    return TABLES[torch.device(device).type]()

@@ -17,7 +17,9 @@ from ddtree_appliance.ddtree.limits import MAX_BUDGET, MAX_TOPK
 DEFAULT_BUDGET = 32
 DEFAULT_TOPK = 16
 # Attention backends that verify a tree with its mask, by device type.
-TREE_BACKENDS = {"cpu": ("torch_native",), "cuda": ("triton",)}
+TREE_BACKENDS = {"cpu": ("torch_native",), "cuda": ("triton", "flashinfer")}
+# The plugin registers it with SGLang; trees are drawn from by the same code.
+SAMPLING_BACKEND = "seeded"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ def _is_on(field: str, reason: str) -> StartRule:
 
 
 START_RULES: tuple[StartRule, ...] = (
-    _more_than_one("tp_size", "accept results are not yet broadcast between tensor-parallel ranks"),
     _more_than_one("pp_size", "the verify step runs on one pipeline stage"),
     _more_than_one("dp_size", "data-parallel replicas are untested; run one server per replica"),
     _more_than_one("ep_size", "expert parallelism is untested"),
@@ -91,6 +92,16 @@ START_RULES: tuple[StartRule, ...] = (
         "speculative_eagle_topk",
         lambda args: args.speculative_eagle_topk not in (None, 1),
         "it belongs to EAGLE; candidates per position are --speculative-ddtree-topk",
+    ),
+    StartRule(
+        "sampling_backend",
+        lambda args: args.sampling_backend not in (None, SAMPLING_BACKEND),
+        f"a request's tokens would depend on the tree and on its neighbours; leave it out, or set {SAMPLING_BACKEND}",
+    ),
+    StartRule(
+        "grammar_backend",
+        lambda args: args.grammar_backend not in (None, "xgrammar", "none"),
+        "trees are constrained with xgrammar's matchers, which roll back; others are unproved",
     ),
     StartRule(
         "kv_cache_dtype",

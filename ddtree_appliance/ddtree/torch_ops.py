@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ddtree_appliance.ddtree.head import HeadShard
+from ddtree_appliance.ddtree.kv_buffers import KVBuffers
 from ddtree_appliance.ddtree.tree import NO_PARENT, NO_TOKEN
 
-# Ranking the candidates keeps logits, log-probabilities and int64 keys of a few rows at a time, outside SGLang's memory
-# plan: at most this much, whatever the batch.
+# Ranking the candidates here keeps logits, log-probabilities and int64 keys of a few rows at a time, outside SGLang's
+# memory plan: at most this much, whatever the batch. The kernels keep all rows' logits, in the model's type.
 CANDIDATE_BYTES = 256 << 20
 BYTES_PER_LOGIT = 32
 
@@ -52,39 +55,79 @@ class AcceptBatch:
     tokens: torch.Tensor
     bonus: torch.Tensor
 
+    def packed(self) -> torch.Tensor:
+        """All of it in one [b, 2 L + 2] int64 tensor, for one exchange."""
+        columns = [self.path, self.tokens, self.bonus.unsqueeze(1), self.num_correct.unsqueeze(1).to(torch.int64)]
+        return torch.cat(columns, dim=1)
 
-def top_candidates(
-    hidden_states: torch.Tensor, head_weight: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K most probable tokens per position under the target's head.
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor) -> AcceptBatch:
+        """The inverse of `packed`."""
+        run = packed.shape[1] // 2 - 1
+        path, tokens, bonus, num_correct = torch.split(packed, [run, run, 1, 1], dim=1)
+        return cls(
+            path.contiguous(),
+            num_correct.squeeze(1).to(torch.int32),
+            tokens.contiguous(),
+            bonus.squeeze(1).contiguous(),
+        )
 
-    hidden_states: [b, D, H]; head_weight: [vocabulary, H].
+
+def top_candidates(hidden_states: torch.Tensor, head: HeadShard, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K most probable tokens per position under the target's head, the same on every rank that holds a shard of it.
+
+    hidden_states: [b, D, H].
     Returns log-probabilities [b, D, K] fp32 of the full vocabulary, clipped to <= 0 and NaN as -inf, and token ids
     [b, D, K] int64, ordered by (log-probability descending, token id ascending), also at the cut. A head's bias, scale
     or soft cap is left out: it would change which tokens are drafted, never which are accepted.
     """
     rows = hidden_states.flatten(0, 1)
-    per_chunk = max(1, CANDIDATE_BYTES // (BYTES_PER_LOGIT * len(head_weight)))
-    found = [_top_candidates(chunk, head_weight, topk) for chunk in torch.split(rows, per_chunk)]
-    shape = (*hidden_states.shape[:2], -1)
-    logprobs, token_ids = (torch.cat(parts).view(shape) for parts in zip(*found, strict=True))
-    return logprobs, token_ids
+    per_chunk = max(1, CANDIDATE_BYTES // (BYTES_PER_LOGIT * head.largest_shard))
+    keys = torch.cat([_ranked_keys(chunk, head, topk) for chunk in torch.split(rows, per_chunk)])
+    keys = keys.view(*hidden_states.shape[:2], -1)
+    return (keys >> ID_BITS).to(torch.int32).view(torch.float32), keys & ID_MASK
 
 
-def _top_candidates(rows: torch.Tensor, head_weight: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, H] -> [n, K], [n, K]; see `top_candidates`."""
-    logits = torch.matmul(rows.to(head_weight.dtype), head_weight.T).float()
-    logprobs = _clipped(torch.log_softmax(logits, dim=-1))
-    vocabulary = logprobs.shape[-1]
-    # topk leaves the order of ties open. The bits of a non-positive float, read as an integer, grow as the float falls:
-    # (bits, token id) in one int64 is a key without ties whose smallest entries are the candidates in order.
+# topk leaves the order of ties open. The bits of a non-positive float, read as an integer, grow as the float falls:
+# (bits, token id) in one int64 is a key without ties whose smallest entries are the candidates in order.
+ID_BITS = 31
+ID_MASK = (1 << ID_BITS) - 1
+# Sorts after every token: fills up a shard of fewer than K tokens.
+NO_KEY = (1 << 63) - 1
+
+
+def _ranked_keys(rows: torch.Tensor, head: HeadShard, topk: int) -> torch.Tensor:
+    """[n, H] -> [n, K] int64 keys of the candidates, best first; see `top_candidates`."""
+    logits = torch.matmul(rows.to(head.weight.dtype), head.weight.T).float()
+    logprobs = _clipped(_log_softmax(logits, head))
     # +0.0 has sign bit 0 and -0.0 has 1; adding 0.0 makes both +0.0, and its key 0 is the smallest, as it should be.
     bits = (logprobs + 0.0).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    ids = torch.arange(vocabulary, device=logits.device, dtype=torch.int64)
-    key = (bits << 31) | ids
-    ranked = torch.topk(key, min(topk, vocabulary), dim=-1, largest=False, sorted=True).values
-    token_ids = ranked & 0x7FFFFFFF
-    return torch.gather(logprobs, -1, token_ids), token_ids
+    ids = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int64) + head.first_id
+    topk = min(topk, head.vocabulary)
+    keys = _smallest((bits << ID_BITS) | ids, topk)
+    if head.all_gather is None:
+        return keys
+    # Not `pad`, whose value goes through a float64 that cannot hold NO_KEY.
+    keys = torch.cat([keys, keys.new_full((len(keys), topk - keys.shape[1]), NO_KEY)], dim=-1)
+    return _smallest(torch.cat(list(head.all_gather(keys)), dim=-1), topk)
+
+
+def _smallest(keys: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.topk(keys, min(count, keys.shape[-1]), dim=-1, largest=False, sorted=True).values
+
+
+def _log_softmax(logits: torch.Tensor, head: HeadShard) -> torch.Tensor:
+    """Over the whole vocabulary. logits: [n, rows of this shard] fp32."""
+    if head.all_gather is None:
+        return torch.log_softmax(logits, dim=-1)
+    top = logits.amax(dim=-1, keepdim=True)
+    # Without a finite value the differences would be NaN where the sum must be 0.
+    shift = torch.where(top == float("-inf"), 0.0, top)
+    parts = head.all_gather(torch.cat([top, (logits - shift).exp().sum(dim=-1, keepdim=True)], dim=-1))
+    tops, sums = parts[..., 0], parts[..., 1]
+    top = tops.amax(dim=0)
+    shift = torch.where(top == float("-inf"), 0.0, top)
+    return (logits - shift.unsqueeze(1)) - (sums * (tops - shift).exp()).sum(dim=0).log().unsqueeze(1)
 
 
 def _clipped(logprobs: torch.Tensor) -> torch.Tensor:
@@ -120,7 +163,7 @@ def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int
         offset += 1 if level == 0 else level_scores[-2].shape[1]
 
     if not levels or not topk:
-        return _with_ancestors(
+        return with_ancestors(
             torch.full((batch, budget + 1), NO_TOKEN, dtype=torch.int64, device=device),
             torch.full((batch, budget + 1), NO_PARENT, dtype=torch.int64, device=device),
             torch.zeros((batch, budget + 1), dtype=torch.int64, device=device),
@@ -140,7 +183,7 @@ def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int
         rows[:, 1 : taken.shape[1] + 1] = torch.where(finite, values, padding)
         return rows
 
-    return _with_ancestors(
+    return with_ancestors(
         column(torch.gather(torch.cat(level_tokens, dim=1), 1, taken), NO_TOKEN),
         column(parents, NO_PARENT),
         column(torch.gather(torch.cat(level_depths, dim=1), 1, taken), 0),
@@ -148,8 +191,11 @@ def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int
     )
 
 
-def _with_ancestors(token_ids: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, depth: int) -> TreeBatch:
-    """Close the parent relation by pointer doubling: after k rounds each row knows its 2^k nearest ancestors."""
+def with_ancestors(token_ids: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, depth: int) -> TreeBatch:
+    """A batch of trees from their parents; [b, V] int64 each, no node deeper than `depth`.
+
+    Closes the parent relation by pointer doubling: after k rounds each row knows its 2^k nearest ancestors.
+    """
     batch, width = parents.shape
     ancestors = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     # A row without a parent points at itself, which adds nothing.
@@ -162,32 +208,45 @@ def _with_ancestors(token_ids: torch.Tensor, parents: torch.Tensor, depths: torc
     return TreeBatch(token_ids, parents, depths, ancestors.contiguous())
 
 
+def from_host(rows: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small table from the host, on `device`; pinned, so that the copy does not wait behind the forward."""
+    table = torch.tensor(rows, dtype=dtype)
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
+
+
 def node_positions(depths: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
     """Each node's position in its request: prefix + depth, whatever its index. [b, V], [b] -> [b, V] int64."""
     return prefix_lens.to(torch.int64).unsqueeze(1) + depths
 
 
-def verify_mask(ancestors: torch.Tensor, prefix_lens: torch.Tensor, prefix_lens_bound: int) -> torch.Tensor:
+def verify_mask(
+    ancestors: torch.Tensor, prefix_lens: torch.Tensor, prefix_lens_bound: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """SGLang's flat allow-mask of a verify step: per request [V, prefix + V], True where attention is allowed.
 
     ancestors: [b, V, V] bool; prefix_lens: [b] on the device; prefix_lens_bound: an upper bound of their sum, known on
     the host. Returns a flat bool tensor of V * (bound + b * V) entries; those past the real end are True and unread.
+    With `out`, a flat bool or uint8 buffer at least as long, the V columns of each row that are the tree are written
+    there and nothing else: for an attention kernel that reads a captured buffer and never its prefix columns.
     """
     batch, width, _ = ancestors.shape
-    mask = torch.ones(width * (prefix_lens_bound + batch * width), dtype=torch.bool, device=ancestors.device)
+    if out is None:
+        out = torch.ones(width * (prefix_lens_bound + batch * width), dtype=torch.bool, device=ancestors.device)
     row_len = prefix_lens.to(torch.int64) + width
     start = torch.cumsum(row_len * width, dim=0) - row_len * width
-    rows = torch.arange(width, device=mask.device)
+    rows = torch.arange(width, device=out.device)
     # The last `width` columns of each row are the tree; the columns before them, the prefix, stay True.
     cell = start.view(-1, 1, 1) + rows.view(1, -1, 1) * row_len.view(-1, 1, 1) + (row_len - width).view(-1, 1, 1) + rows
-    mask[cell.flatten()] = ancestors.flatten()
-    return mask
+    out[cell.flatten()] = ancestors.flatten().to(out.dtype)
+    return out
 
 
-def accept_greedy(trees: TreeBatch, target_predict: torch.Tensor, max_run: int) -> AcceptBatch:
+def accept(trees: TreeBatch, target_predict: torch.Tensor, max_run: int) -> AcceptBatch:
     """Follow the target's own choice from the root as long as the tree holds it.
 
-    target_predict: [b, V] int64, the target's argmax after each node; max_run: L.
+    target_predict: [b, V] int64, the target's choice after each node, its argmax or a draw; max_run: L.
     A node is on the path if its token is what the target chose after its parent, and so for all its ancestors.
     """
     parents = trees.parents.clamp(min=0)
@@ -224,13 +283,13 @@ def path_slots(slots: torch.Tensor, accepted: AcceptBatch) -> tuple[torch.Tensor
     return torch.gather(slots, 1, accepted.path), slots[:, :run].contiguous()
 
 
-def move_kv(buffers: Sequence[torch.Tensor], target: torch.Tensor, source: torch.Tensor) -> None:
-    """Move KV rows in every layer's buffers, each [slots, heads, head_dim]; target, source: [n] int64.
+def move_kv(buffers: KVBuffers, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Move KV rows in every layer's buffers. target, source: [b, L] int64, no slot in two requests.
 
     Rows overlap (the target of one depth is the source of another), so the gather ends before the scatter begins:
     SGLang's tiled copy kernel has no such barrier between its warps.
     """
-    for buffer in buffers:
+    for buffer in buffers.tensors:
         buffer[target] = buffer[source]
 
 

@@ -1,25 +1,41 @@
-"""DDTreeWorker: one verify step of DDTREE inside SGLang, for a batch of greedy requests.
+"""DDTreeWorker: one verify step of DDTREE inside SGLang, for a batch of greedy and sampled requests.
 
-Drafter pass -> top-K candidates -> trees -> one target forward over all nodes -> accept walk -> commit. Prefill, the
-drafter's model and its KV from target hidden states are DFLASH's own; what differs is everything between the two
-forwards. No step reads a device value on the host.
+Drafter pass -> top-K candidates -> trees -> one target forward over all nodes -> the target's choice at each -> accept
+walk -> commit. Prefill, the drafter's model and its KV from target hidden states are DFLASH's own; what differs is
+everything between the two forwards. No step reads a device value on the host; exempt are flashinfer's own planning, and
+batches with a grammar or a custom logit processor, which run there. On several tensor-parallel ranks, what was accepted
+is rank 0's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from ddtree_appliance.ddtree.constrained import constrain_trees
+from ddtree_appliance.ddtree.draft_candidates import DraftCandidates
+from ddtree_appliance.ddtree.fused.attention import serves, verify_attention
+from ddtree_appliance.ddtree.head import target_head
 from ddtree_appliance.ddtree.kernels import kernels_for
-from ddtree_appliance.ddtree.requests import refusal
+from ddtree_appliance.ddtree.kv_buffers import KVBuffers
+from ddtree_appliance.ddtree.logprobs import add_logprobs
+from ddtree_appliance.ddtree.step_times import StepTimes
+from ddtree_appliance.ddtree.target_choice import TargetChoice
 from ddtree_appliance.ddtree.torch_ops import AcceptBatch, TreeBatch
+
+logger = logging.getLogger(__name__)
 
 
 class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no type information
@@ -28,6 +44,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
     Widths: V = node budget + 1 tokens per request in the target's verify, B = block size in the drafter's pass,
     S = max(V, B) KV slots per request and step, L = min(V, B) tokens at most in an accepted run (bonus included).
     """
+
+    supports_logprobs = True
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         # The base class has one width and takes it from here; `server_args` is the drafter's own copy already.
@@ -46,8 +64,10 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         self.max_run = min(self.verify_width, self.block_size)
         self.speculative_num_draft_tokens = self.verify_width
         self.kernels = kernels_for(self.device)
-        self.head_weight = _target_head(self.model_runner.model)
+        self.head = target_head(self.model_runner.model)
+        self._candidates = self._candidates_for(max_batch=0)
         self._slot_offsets = torch.arange(self.step_slots, device=self.device, dtype=torch.int64)
+        self._times = StepTimes.of_environment(self.device, self.ps.tp_rank)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """As DFLASH; then refuse a KV layout whose rows cannot be moved one by one. Raises ValueError."""
@@ -55,10 +75,33 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         pool = self.model_runner.token_to_kv_pool
         if type(pool) is not MHATokenToKVPool or pool.use_hnd:
             raise ValueError(f"DDTREE moves accepted KV in MHATokenToKVPool (NHD) only, not in {type(pool).__name__}")
+        self._kv_buffers = KVBuffers.of([*pool.k_buffer, *pool.v_buffer])
+        request_slots = len(self.model_runner.req_to_token_pool.req_to_token)
+        vocabulary = self.model_runner.model_config.vocab_size
+        self._choice = TargetChoice(self.kernels, self.max_run - 1, request_slots, vocabulary)
 
-    def _maybe_build_draft_sampler(self) -> None:
-        """No argmax sampler in the drafter's graph: a tree needs the K best candidates, taken from hidden states."""
-        return None
+    def init_attention_backends(self) -> None:
+        """As DFLASH; then give Triton's backend, which runs the target's verify, the attention kernel for trees.
+
+        Called before the target's graphs are captured.
+        """
+        super().init_attention_backends()
+        if self.device != "cpu":
+            _bring_tree_attention(self.model_runner)
+
+    def _maybe_build_draft_sampler(self) -> DraftCandidates:
+        """What the base class captures at the end of the drafter's graph, in place of its argmax."""
+        self._candidates = self._candidates_for(max_batch=max(get_exec().graph.cuda_graph_config.decode.bs))
+        return self._candidates
+
+    def _candidates_for(self, max_batch: int) -> DraftCandidates:
+        return DraftCandidates(self.kernels, self.head, self.topk, self.block_size, max_batch)
+
+    def _make_next_draft_input_prefill(self, *, bonus_tokens: torch.Tensor, seq_lens: torch.Tensor) -> Any:
+        """As DFLASH, with rank 0's first tokens on every rank. The broadcast is in place: they are also the result."""
+        if self.ps.tp_size > 1:
+            get_tp_group().broadcast(bonus_tokens, src=0)
+        return super()._make_next_draft_input_prefill(bonus_tokens=bonus_tokens, seq_lens=seq_lens)
 
     def forward_batch_generation(
         self,
@@ -69,33 +112,53 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         """Prefill and idle batches as DFLASH does; a decode batch by one verify step.
 
         on_publish receives the new sequence lengths ([b] int64, on the device) as soon as they are known.
+        grammar_barrier brings every grammar up to the outputs of the steps before.
         """
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(batch, on_publish, grammar_barrier)
-        if batch.has_grammar or not batch.sampling_info.is_all_greedy:
-            _check_all_ending(batch.reqs)
+            result = super().forward_batch_generation(batch, on_publish, grammar_barrier)
+            if not batch.forward_mode.is_idle():
+                self._choice.start(batch, result.next_token_ids)
+            return result
         if self.device != "cpu":
             # Under overlap the lengths come from another stream's step.
             batch.seq_lens.record_stream(torch.get_device_module(self.device).current_stream())
 
+        if self._times:
+            self._times.begin(len(batch.reqs))
         prefix_lens = batch.seq_lens
         req_to_token = self.model_runner.req_to_token_pool.req_to_token
         positions = prefix_lens.unsqueeze(1) + self._slot_offsets
         slots = req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(torch.int64)
 
-        hidden = self._draft(batch, positions[:, : self.block_size], slots[:, : self.block_size])
-        trees = self.kernels.build_trees(
-            *self.kernels.top_candidates(hidden[:, 1:], self.head_weight, self.topk), self.budget
-        )
-        logits_output, can_run_cuda_graph = self._verify(batch, trees, slots[:, : self.verify_width])
-        target_predict = torch.argmax(logits_output.next_token_logits, dim=-1).view(-1, self.verify_width)
-        accepted = self.kernels.accept_greedy(trees, target_predict, self.max_run)
-
+        candidates = self._draft(batch, positions[:, : self.block_size], slots[:, : self.block_size])
+        self._end("draft")
+        trees = self.kernels.build_trees(*candidates, self.budget)
+        masks = None
+        if batch.has_grammar:
+            if grammar_barrier is not None:
+                grammar_barrier()
+            trees, masks = constrain_trees(batch.reqs, trees, candidates, batch.sampling_info.vocab_size)
+            # What the prefill left: it masks one row per request.
+            batch.sampling_info.grammar_mask = None
+        bound = self._host_bound(batch, self.verify_width)
+        verify_input = self._verify_input(batch, trees, bound[1])
+        self._end("build")
+        logits_output, can_run_cuda_graph = self._verify(batch, verify_input, slots[:, : self.verify_width], bound)
+        self._end("verify")
+        target_predict = self._choice.choose(batch, trees, logits_output.next_token_logits, masks)
+        accepted = self._agreed(self.kernels.accept(trees, target_predict, self.max_run))
         accept_lens = accepted.num_correct + 1
         new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        self._end("accept")
         self._commit(accepted, accept_lens, logits_output.hidden_states, positions, slots)
+        self._choice.count(batch, accepted)
+        if batch.return_logprob:
+            first_rows = torch.arange(len(accepted.path), device=accepted.path.device) * self.verify_width
+            rows = accepted.path + first_rows.unsqueeze(1)
+            add_logprobs(batch, logits_output, target_predict.flatten(), rows)
+        self._end("commit")
         # Large, and read by nobody else: overlap would copy it to the host.
         logits_output.hidden_states = None
         return GenerationBatchResult(
@@ -109,10 +172,14 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             new_seq_lens=new_seq_lens,
         )
 
-    def _draft(self, batch: Any, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """One drafter pass over [bonus token, mask, mask, ...].
+    def _end(self, stage: str) -> None:
+        if self._times:
+            self._times.end(stage)
 
-        positions, slots: [b, B] int64. Returns hidden states [b, B, H]; row d belongs to the token at depth d.
+    def _draft(self, batch: Any, positions: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One drafter pass over [bonus token, mask, mask, ...], and its candidates.
+
+        positions, slots: [b, B] int64. Returns what `Kernels.top_candidates` does.
         """
         block_ids = torch.full_like(positions, int(self._mask_token_id))
         block_ids[:, 0] = batch.spec_info.bonus_tokens
@@ -134,39 +201,65 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         with torch.inference_mode():
-            hidden = self.draft_model_runner.forward(forward_batch).logits_output.hidden_states
-        if hidden is None:
-            raise RuntimeError("the drafter returned no hidden states")
-        per_request: torch.Tensor = hidden.view(*block_ids.shape, -1)
-        return per_request
+            output = self.draft_model_runner.forward(forward_batch)
+            if output.can_run_graph:
+                return self._candidates.captured(len(block_ids))
+            hidden = output.logits_output.hidden_states
+            if hidden is None:
+                raise RuntimeError("the drafter returned no hidden states")
+            return self._candidates.rank(hidden)
 
-    def _verify(self, batch: Any, trees: TreeBatch, slots: torch.Tensor) -> tuple[Any, bool]:
-        """One target forward over every node of every tree.
-
-        slots: [b, V] int64. Returns SGLang's logits output ([b * V, vocabulary] logits, [b * V, H'] hidden states) and
-        whether a CUDA graph ran it.
-        """
+    def _verify_input(self, batch: Any, trees: TreeBatch, seq_lens_sum: int) -> DFlashVerifyInput:
+        """Tokens, positions and mask of one target forward over every node of every tree. seq_lens_sum: its bound."""
         token_ids = trees.token_ids.clamp(min=0)  # padding rows need some token; nothing reads what they compute
         token_ids[:, 0] = batch.spec_info.bonus_tokens
-        positions = self.kernels.node_positions(trees.depths, batch.seq_lens)
-        seq_lens_cpu, seq_lens_sum = self._host_bound(batch, self.verify_width)
-        verify_input = DFlashVerifyInput(
+        return DFlashVerifyInput(
             draft_token=token_ids.flatten(),
-            positions=positions.flatten(),
+            positions=self.kernels.node_positions(trees.depths, batch.seq_lens).flatten(),
             draft_token_num=self.verify_width,
-            custom_mask=self.kernels.verify_mask(trees.ancestors, batch.seq_lens, seq_lens_sum),
+            custom_mask=self.kernels.verify_mask(
+                trees.ancestors, batch.seq_lens, seq_lens_sum, out=self._mask_buffer(len(token_ids))
+            ),
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
+
+    def _mask_buffer(self, batch: int) -> torch.Tensor | None:
+        """The buffer that the attention backend's graphs read, so that the mask is written where it is read.
+
+        Only Triton's backend has one among those that verify trees; it never reads a mask's prefix columns.
+        """
+        mask = self.model_runner.attn_backend.verify_mask
+        if mask is None or mask.mode != TreeMaskMode.FULL_MASK or not mask.fits(batch):
+            return None
+        buffer: torch.Tensor = mask.buffer
+        return buffer
+
+    def _verify(
+        self, batch: Any, verify_input: DFlashVerifyInput, slots: torch.Tensor, bound: tuple[torch.Tensor, int]
+    ) -> tuple[Any, bool]:
+        """One target forward. slots: [b, V] int64; bound: what `_host_bound` gives for it.
+
+        Returns SGLang's logits output ([b * V, vocabulary] logits, [b * V, H'] hidden states) and whether a CUDA graph
+        ran it.
+        """
         batch.out_cache_loc = slots.flatten()
         committed = batch.seq_lens_cpu, batch.seq_lens_sum
         # Backends plan with an upper bound; the committed lengths go back afterwards.
-        batch.seq_lens_cpu, batch.seq_lens_sum = seq_lens_cpu, seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = bound
         forward_batch, _ = verify_input.prepare_for_verify(batch, self.target_worker)
         batch.seq_lens_cpu, batch.seq_lens_sum = committed
         output = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         return output.logits_output, output.can_run_cuda_graph
+
+    def _agreed(self, accepted: AcceptBatch) -> AcceptBatch:
+        """Rank 0's, on every rank: rounding may differ between ranks, and lengths that part end in a deadlock."""
+        if self.ps.tp_size == 1:
+            return accepted
+        packed = accepted.packed()
+        get_tp_group().broadcast(packed, src=0)
+        return AcceptBatch.unpacked(packed)
 
     def _commit(
         self,
@@ -182,8 +275,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         no KV yet: it is the root of the next tree.
         """
         source, target = self.kernels.path_slots(slots, accepted)
-        pool = self.model_runner.token_to_kv_pool
-        self.kernels.move_kv([*pool.k_buffer, *pool.v_buffer], target.flatten(), source.flatten())
+        self.kernels.move_kv(self._kv_buffers, target, source)
         path_hidden = self.kernels.gather_path(hidden_states, accepted)
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
@@ -192,6 +284,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             positions=positions[:, : self.max_run].flatten(),
             commit_lens=accept_lens,
         )
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Nothing to check: the base class would warn of its own fall-back, which is not used here."""
 
     @staticmethod
     def _host_bound(batch: Any, width: int) -> tuple[torch.Tensor, int]:
@@ -205,22 +300,14 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
 
 
-def _check_all_ending(reqs: list[Any]) -> None:
-    """Under overlap a refused request may see one more step before it is taken out; any other must not be here."""
-    served = [req.rid for req in reqs if refusal(req) and req.to_finish is None and not req.finished()]
-    if served:
-        raise RuntimeError(f"requests that DDTREE refuses reached the worker: {served}")
-
-
-def _target_head(model: Any) -> torch.Tensor:
-    """The target's output embedding, [vocabulary, H], without padding rows."""
-    head = getattr(model, "lm_head", None)
-    weight: torch.Tensor | None = getattr(head, "weight", None)
-    if weight is None or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError("DDTREE needs an unquantised lm_head: candidates are ranked by its full distribution")
-    shard = getattr(head, "shard_indices", None)
-    if shard is None:
-        return weight
-    if shard.num_added_elements:
-        raise ValueError("DDTREE does not support a vocabulary with added rows")
-    return weight[: shard.num_org_elements]
+def _bring_tree_attention(runner: Any) -> None:
+    """Give Triton's backend, where it runs the verify, the kernel for trees. runner: SGLang's ModelRunner."""
+    backend, pool = runner.attn_backend, runner.token_to_kv_pool
+    if hasattr(backend, "_select_backend"):  # one backend for prefill and verify, another for decoding
+        backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
+    if not isinstance(backend, TritonAttnBackend):
+        return
+    if serves(pool.head_dim, pool.v_head_dim, pool.dtype):
+        backend.tree_verify_fwd = verify_attention
+    else:
+        logger.warning("Heads of %d (%s): SGLang's general kernel verifies trees.", pool.head_dim, pool.dtype)

@@ -29,6 +29,7 @@ MODELS = Path(__file__).parent / "models" / "tiny-code"
 TARGET = MODELS / "target"
 DRAFTER = MODELS / "dflash"
 START_LIMIT_S = 300.0
+FLUSH_LIMIT_S = 60.0
 STREAM_TRIES = 8
 DEVICE_FLAGS = {
     "cpu": (
@@ -46,16 +47,25 @@ DEVICE_FLAGS = {
         *("--max-running-requests", "32"),
         # 58 shapes, over a minute: nothing here measures prefill.
         "--disable-prefill-cuda-graph",
-        *("--grammar-backend", "none"),
     ),
 }
 
 
+_reservations: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on the loopback interface that nothing listens on, reserved until this process ends.
+
+    A server needs seconds until it listens, and meanwhile connections and other servers draw from the same ports. The
+    kernel gives a bound port to none of them, only to a socket that asks for it by its number and, as servers do, with
+    SO_REUSEADDR.
+    """
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    _reservations.append(reservation)
+    return int(reservation.getsockname()[1])
 
 
 def rehearsal_environment(
@@ -73,6 +83,8 @@ def rehearsal_environment(
         "PYTHONPATH": os.pathsep.join([str(STAND_INS), *([path] if path else [])]),
         # Spinning OpenMP threads on two cores cost more than they bring to matrices this small.
         "OMP_NUM_THREADS": "1",
+        # Nor does compiling: the first penalty would wait for a C++ compiler.
+        "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         **(extra or {}),
@@ -191,6 +203,15 @@ class RehearsalServer:
     def get(self, path: str, timeout_s: float = 60.0) -> requests.Response:
         """GET; the response, whatever its status."""
         return self._session.get(self.url + path, timeout=(10.0, timeout_s))
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache, once the server is idle: for a moment after its last answer it is not.
+
+        Raises ApplianceError if it is not idle within `FLUSH_LIMIT_S`, as with a request that never ended.
+        """
+        answer = self.post(f"/flush_cache?timeout={FLUSH_LIMIT_S:.0f}", {})
+        if answer.status_code != 200:
+            raise ApplianceError(f"/flush_cache answered {answer.status_code}: {answer.text[:400]}")
 
     def generate(self, input_ids: Sequence[int], max_new_tokens: int, **parameters: Any) -> dict[str, Any]:
         """Greedy native /generate of one prompt given as token ids; EOS is ignored unless `ignore_eos` says otherwise.

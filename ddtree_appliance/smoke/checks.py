@@ -33,7 +33,8 @@ CHECKS = (
     Check("concurrency", "8 requests at once are answered as one by one", generation_checks.concurrency),
     Check("chat", "a chat is answered", generation_checks.chat),
     Check("streaming", "a streamed answer is the whole answer, on both endpoints", generation_checks.streaming),
-    Check("refusal", "what is not built is refused, not substituted", generation_checks.refusal),
+    Check("sampling", "a sampled request follows its seed and nothing else", generation_checks.sampling),
+    Check("refusal", "what DDTREE cannot serve is refused by name, not ignored", generation_checks.refusal),
     Check("keys absent", "no answer that is meant for operators contains a key", service_checks.keys_absent),
     Check("metrics", "heartbeat and verify steps move; the sidecar sees the engine", service_checks.metrics),
 )

@@ -24,6 +24,9 @@ HELPS_FROM = 1.1
 # In 16 bits a near-tie flips with the batch's shape: with what is cached, or with others' requests. The second try
 # asks with the same cache both times. A defect follows every prompt, a flip does not.
 TRIES_IN_16_BITS = (PROMPTS[0], PROMPTS[0], PROMPTS[1])
+HOT = 2
+SEEDS = (1, 2, 3)
+STORY = PROMPTS[3]
 LOST_TEXT_HINT = "something between the engine and this client changes answers, or it is not the patched SGLang"
 
 
@@ -106,18 +109,39 @@ def concurrency(context: SmokeContext) -> Outcome:
     return reported(f"{seen} (dtype {context.server_info.get('dtype')}: near-ties flip with the batch)")
 
 
-# This row leaves when sampling is built (docs/requests.md): until then temperature 1 must not be answered greedily.
-def refusal(context: SmokeContext) -> Outcome:
-    """A sampled request is answered with 400 and a message that names sampling."""
-    body = native_request(PROMPTS[0], 4)
-    body["sampling_params"]["temperature"] = 1
-    answer = context.engine.post("/generate", body)
-    if answer.status != 400 or "sampling" not in answer.text:
+def sampling(context: SmokeContext) -> Outcome:
+    """A sampled request follows its seed: the same tokens again, others for another seed."""
+
+    def twice(prompt: str) -> tuple[str, str]:
+        return _sample(context, prompt, seed=1), _sample(context, prompt, seed=1)
+
+    note = _expect_equal(context, "a sampled request and the same again", twice)
+    # Hot, so that no model writes the same for two seeds; many seeds, so that no chance does.
+    seen = {_sample(context, STORY, seed) for seed in SEEDS}
+    if len(seen) == 1:
         raise CheckFailed(
-            f"temperature 1 was answered with {answer.status}, not refused by name",
+            f"{len(SEEDS)} seeds at temperature {HOT} gave one text: requests are answered greedily",
             "is it DDTREE that answers, and this release's appliance?",
         )
-    return passed("temperature 1 is refused with 400, by name")
+    return passed(f"a seed repeats its text, {len(SEEDS)} seeds gave {len(seen)} texts{note}")
+
+
+def refusal(context: SmokeContext) -> Outcome:
+    """What DDTREE cannot serve is answered with 400 and a message that names it."""
+    body = {**native_request(PROMPTS[0], 4), "return_routed_experts": True}
+    answer = context.engine.post("/generate", body)
+    if answer.status != 400 or "return_routed_experts" not in answer.text:
+        raise CheckFailed(
+            f"return_routed_experts was answered with {answer.status}, not refused by name",
+            "is it DDTREE that answers, and this release's appliance?",
+        )
+    return passed("return_routed_experts is refused with 400, by name")
+
+
+def _sample(context: SmokeContext, prompt: str, seed: int) -> str:
+    body = native_request(prompt, EQUALITY_TOKENS)
+    body["sampling_params"].update(temperature=HOT, sampling_seed=seed)
+    return read_generation(context.engine.post("/generate", body).expect().json()).text
 
 
 def _expect_equal(context: SmokeContext, what: str, ask: Callable[[str], tuple[Any, Any]]) -> str:

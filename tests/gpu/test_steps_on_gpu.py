@@ -12,7 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from ddtree_appliance.ddtree.kernels import kernels_for  # noqa: E402
+from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
+from ddtree_appliance.ddtree.kernels import TORCH, Kernels, kernels_for  # noqa: E402
+from ddtree_appliance.ddtree.sampling import Sampling  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +40,7 @@ def one_step(device: str, batch: int, budget: int, candidates: Any, prefix_lens:
     """Every step after the candidates are known, with inputs on `device`."""
     kernels = kernels_for(device)
     trees = kernels.build_trees(*candidates, budget)
-    accepted = kernels.accept_greedy(trees, predict(trees), min(BLOCK, budget + 1))
+    accepted = kernels.accept(trees, predict(trees), min(BLOCK, budget + 1))
     slots = torch.arange(batch * (budget + BLOCK), device=device).view(batch, -1)
     source, target = kernels.path_slots(slots, accepted)
     return {
@@ -89,12 +91,55 @@ def test_top_candidates_on_the_gpu_wait_for_nothing_and_rank_ties_by_token_id(to
     weight = torch.cat([half, half])
     kernels = kernels_for("cuda")
     with host_waits_are_errors():
-        logprobs, ids = kernels.top_candidates(hidden, weight, topk)
+        logprobs, ids = kernels.top_candidates(hidden, HeadShard.whole(weight), topk)
     logits = torch.matmul(hidden, weight.T).float()
     full = logits.log_softmax(-1)
     order = full.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
     assert torch.equal(ids, order)
-    assert torch.equal(logprobs, full.gather(-1, order))
+    torch.testing.assert_close(logprobs, full.gather(-1, order), rtol=1e-6, atol=2e-6)  # as in tests/kernels
+
+
+def sampling_of(device: str, batch: int) -> Sampling:
+    column = torch.arange(batch)
+    return Sampling(
+        temperatures=(0.5 + column / batch).view(-1, 1).to(device),
+        top_ks=torch.where(column % 4 == 0, 1, 200).to(device, torch.int32),
+        top_ps=torch.full((batch,), 0.9, device=device),
+        min_ps=torch.full((batch,), 0.001, device=device),
+        seeds=(column * 977 - 5).to(device),
+        is_filtered=True,
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_draws_on_the_gpu_equal_the_cpu_and_wait_for_nothing(batch: int) -> None:
+    generator = torch.Generator().manual_seed(batch)
+    logits = 3 * torch.randn(batch, 65, VOCABULARY, generator=generator)
+    depths = torch.randint(0, BLOCK, (batch, 65), generator=generator)
+    prefix_lens = torch.randint(1, 2000, (batch,), generator=generator)
+    expected = kernels_for("cpu").sample_nodes(logits, depths, prefix_lens, BLOCK - 1, sampling_of("cpu", batch))
+    on_gpu = logits.cuda(), depths.cuda(), prefix_lens.cuda(), BLOCK - 1, sampling_of("cuda", batch)
+    with host_waits_are_errors():
+        got = kernels_for("cuda").sample_nodes(*on_gpu)
+    # Sums round differently: a token at the edge of a filter may go either way, and others' chances with it.
+    assert (got.cpu() == expected).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("table", [TORCH, kernels_for("cuda")], ids=["sorted", "fused"])
+@pytest.mark.parametrize("nodes", [65, 129])
+def test_draws_from_a_real_vocabulary_are_the_same_alone_and_in_a_batch(nodes: int, table: Kernels) -> None:
+    """The sorted draw, a prefill's, works there in several parts, and each is summed at its own size."""
+    generator = torch.Generator("cuda").manual_seed(nodes)
+    logits = 3 * torch.randn(4, nodes, 151_936, device="cuda", generator=generator)
+    depths = torch.randint(0, BLOCK, (4, nodes), device="cuda", generator=generator)
+    prefix_lens = torch.randint(1, 2000, (4,), device="cuda", generator=generator)
+    sampling = sampling_of("cuda", 4)
+    together = table.sample_nodes(logits, depths, prefix_lens, BLOCK - 1, sampling)
+    for row in range(4):
+        one = slice(row, row + 1)
+        for cut in (slice(None), slice(0, 1)):  # one row alone is summed by another kernel
+            asked = logits[one, cut], depths[one, cut], prefix_lens[one], BLOCK - 1, sampling.part(one)
+            assert torch.equal(table.sample_nodes(*asked), together[one, cut])
 
 
 def test_the_check_catches_a_wait() -> None:

@@ -13,6 +13,14 @@ from ddtree_appliance.rehearsal.server import STAND_INS, RehearsalServer
 SABOTAGE = Path(__file__).parent / "sabotage"
 NEW_TOKENS = 64
 
+PROCESSORS = "--enable-custom-logit-processor"
+SHARED_FLAGS = {
+    # The reference: with overlap SGLang's penalties lag one token, and its other backends know no seed.
+    None: ("--sampling-backend", "seeded", "--disable-overlap-schedule", PROCESSORS),
+    "DFLASH": (),
+    "DDTREE": (PROCESSORS,),
+}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -26,7 +34,7 @@ class Kind:
     @property
     def arguments(self) -> list[str]:
         budget = [] if self.budget is None else ["--speculative-ddtree-budget", str(self.budget)]
-        return [*budget, *self.flags]
+        return [*budget, *SHARED_FLAGS[self.algorithm], *self.flags]
 
 
 PLAIN = Kind()
@@ -75,11 +83,18 @@ class ServerPool:
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+def all_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     pytest.importorskip("sglang", reason="needs the rehearsal environment (scripts/environment --dev)")
     servers = ServerPool(tmp_path_factory.mktemp("servers"))
     yield servers
     servers.stop_all_but([])
+
+
+@pytest.fixture(scope="module")
+def pool(all_servers: ServerPool) -> Iterator[ServerPool]:
+    """The module's servers end with it, all but the reference: 2 GB each, and another worker has its own."""
+    yield all_servers
+    all_servers.stop_all_but([PLAIN])
 
 
 @pytest.fixture(scope="session")
@@ -89,7 +104,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def plain_tokens(pool: ServerPool, prompts: list[list[int]]) -> list[list[int]]:
+def plain_tokens(all_servers: ServerPool, prompts: list[list[int]]) -> list[list[int]]:
     """What the patched server without speculation writes, greedy, 64 tokens per prompt."""
-    answers = [pool[PLAIN].generate(prompt, NEW_TOKENS) for prompt in prompts]
+    answers = [all_servers[PLAIN].generate(prompt, NEW_TOKENS) for prompt in prompts]
     return [answer["output_ids"] for answer in answers]

@@ -51,7 +51,7 @@ BAD_STARTS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "topk": (flags("--speculative-ddtree-topk", "65"), "the candidates per position must be 1 to 64"),
     "missing model": (flags("--model-path", "/nowhere/model"), "--model-path: /nowhere/model is not a folder"),
     "missing drafter": (flags("--speculative-draft-model-path", "./nowhere"), "./nowhere is not a folder"),
-    "tensor parallel": (flags("--tp-size", "2"), "--tp-size = 2"),
+    "pipeline parallel": (flags("--pp-size", "2"), "--pp-size = 2"),
     "backend": (flags("--attention-backend", "flashinfer"), "trees are verified by torch_native"),
     "flag of DDTREE without it": (
         flags("--speculative-algorithm", "DFLASH", "--speculative-ddtree-budget", "8"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,23 +19,43 @@ REFERENCE_BUDGETS = (1, 3, 8, 16, 64)
 Runs = list[list[list[int]]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def servers(pool: ServerPool) -> None:
-    pool.start([PLAIN, CHAIN, *map(tree, BUDGETS)])
+# Asked again after the records are taken.
+KEPT = (PLAIN, CHAIN, tree(64))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A server's answers to the prompts. streamed: one by one, the tokens of the prefill and of each verify step."""
+
+    streamed: Runs
+    together: list[list[int]]
 
 
 @pytest.fixture(scope="module")
-def streamed(pool: ServerPool, prompts: list[list[int]]) -> dict[Kind, Runs]:
-    """Per kind and prompt: the tokens of the prefill and of each verify step."""
-    return stream_all(pool, [CHAIN, *map(tree, BUDGETS)], prompts)
+def records(pool: ServerPool, prompts: list[list[int]]) -> dict[Kind, Record]:
+    return record(pool, [CHAIN, *map(tree, BUDGETS)], prompts)
 
 
-def stream_all(pool: ServerPool, kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[Kind, Runs]:
-    """One prompt after the other on each server; two servers at a time, one per core."""
-    pool.start(kinds)
-    with ThreadPoolExecutor(2) as readers:
-        runs = readers.map(lambda kind: [pool[kind].stream_runs(prompt, NEW_TOKENS) for prompt in prompts], kinds)
-        return dict(zip(kinds, runs, strict=True))
+def record(pool: ServerPool, kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[Kind, Record]:
+    """Two servers at a time, one per core; then they make room for the next two."""
+
+    def of(kind: Kind) -> tuple[Kind, Record]:
+        streamed = [pool[kind].stream_runs(prompt, NEW_TOKENS) for prompt in prompts]
+        return kind, Record(streamed, together(pool[kind], prompts))
+
+    found: dict[Kind, Record] = {}
+    for first in range(0, len(kinds), 2):
+        pair = kinds[first : first + 2]
+        pool.start(pair)
+        with ThreadPoolExecutor(2) as readers:
+            found.update(readers.map(of, pair))
+        pool.stop_all_but(KEPT)
+    return found
+
+
+@pytest.fixture(scope="module")
+def streamed(records: dict[Kind, Record]) -> dict[Kind, Runs]:
+    return {kind: each.streamed for kind, each in records.items()}
 
 
 def tokens_of(runs_of: Runs) -> list[list[int]]:
@@ -63,15 +84,37 @@ def test_sequential_greedy_tokens_equal_plain_decoding(
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_eight_concurrent_greedy_requests_equal_plain_decoding(
-    budget: int, pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]
+    budget: int, records: dict[Kind, Record], plain_tokens: list[list[int]]
 ) -> None:
-    assert together(pool[tree(budget)], prompts) == plain_tokens
+    assert records[tree(budget)].together == plain_tokens
 
 
 def test_the_chain_on_the_patched_wheel_equals_plain_decoding(
     streamed: dict[Kind, Runs], plain_tokens: list[list[int]]
 ) -> None:
     assert tokens_of(streamed[CHAIN]) == plain_tokens
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"frequency_penalty": 0.5}, {"presence_penalty": 1}, {"repetition_penalty": 1.1}, {"min_new_tokens": 4}],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_the_chain_refuses_what_its_verify_step_ignores(
+    wish: dict[str, float], pool: ServerPool, prompts: list[list[int]]
+) -> None:
+    (name,) = wish
+    body = {"input_ids": prompts[0], "sampling_params": {"temperature": 0, "max_new_tokens": 8, **wish}}
+    answer = pool[CHAIN].post("/generate", body)
+    assert answer.status_code == 400
+    assert f"DFLASH speculative decoding would ignore {name}" in answer.text
+
+
+def test_the_chain_refuses_to_answer_sampled_requests_greedily(pool: ServerPool, prompts: list[list[int]]) -> None:
+    """On a CPU its sampling kernel is missing."""
+    answer = pool[CHAIN].post("/generate", {"input_ids": prompts[0], "sampling_params": {"max_new_tokens": 8}})
+    assert answer.status_code == 400
+    assert "would ignore sampling" in answer.text
 
 
 @pytest.mark.parametrize(("budget", "ratio"), [(16, 1.2), (64, 1.38)])
@@ -112,10 +155,8 @@ def sabotage_runs(pool: ServerPool, prompts: list[list[int]], plain_tokens: list
         "builder_ignores_path": 16,
         "reserve_from_budget_alone": 3,
     }
-    pool.stop_all_but([PLAIN, tree(64)])  # memory for the next six
-    runs = stream_all(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
-    pool.stop_all_but([PLAIN, tree(64)])
-    return dict(zip(faults, runs.values(), strict=True))
+    runs = record(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
+    return dict(zip(faults, (each.streamed for each in runs.values()), strict=True))
 
 
 @pytest.mark.parametrize("fault", ["mask_dropped", "kv_not_moved", "positions_by_index"])

@@ -21,66 +21,66 @@ def server(pool: ServerPool) -> RehearsalServer:
     return pool[tree(64)]
 
 
+LORA = {"lora_path": "adapter"}
 NATIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # (what the message names, sampling parameters, fields of the request)
-    ("sampling", {"temperature": 0.7}, {}),
-    ("sampling", {"temperature": None}, {}),
-    ("frequency_penalty", {"frequency_penalty": 0.5}, {}),
-    ("presence_penalty", {"presence_penalty": 0.5}, {}),
-    ("repetition_penalty", {"repetition_penalty": 1.2}, {}),
-    ("min_new_tokens", {"min_new_tokens": 4}, {}),
-    ("logit_bias", {"logit_bias": {"5": 1.0}}, {}),
-    ("json_schema", {"json_schema": '{"type": "object"}'}, {}),
-    ("regex", {"regex": "[a-z]+"}, {}),
-    ("ebnf", {"ebnf": 'root ::= "a"'}, {}),
-    ("return_logprob", {}, {"return_logprob": True}),
+    ("DDTREE does not support return_routed_experts", {}, {"return_routed_experts": True}),
+    ("DDTREE does not support sessions", {}, {"session_params": {"id": "a", "rid": None, "offset": 0}}),
+    ("DDTREE does not support max_thinking_tokens", {"custom_params": {"thinking_budget": 4}}, {}),
+    # SGLang's own words
+    ("not configured to return hidden states", {}, {"return_hidden_states": True}),
+    ("max_thinking_tokens requires", {}, {"max_thinking_tokens": 4}),
+    ("return_sampling_mask", {}, {"return_sampling_mask": True}),
+    ("LoRA", {}, LORA),
+    ("The model takes text only", {}, {"image_data": ["data:image/png;base64,AAAA"]}),
+    ("sampling_seed", {"sampling_seed": 2**63}, {}),
+    ("sampling_seed", {"sampling_seed": -(2**63) - 1}, {}),
 ]
 
 
-@pytest.mark.parametrize(("feature", "sampling", "fields"), NATIVE)
+@pytest.mark.parametrize(("reason", "sampling", "fields"), NATIVE)
 @pytest.mark.parametrize("stream", [False, True])
 def test_native_requests_are_refused_by_name(
-    feature: str, sampling: dict[str, Any], fields: dict[str, Any], stream: bool, server: RehearsalServer
+    reason: str, sampling: dict[str, Any], fields: dict[str, Any], stream: bool, server: RehearsalServer
 ) -> None:
     body = {"text": PROMPT, "sampling_params": {**GREEDY, **sampling}, "stream": stream, **fields}
     answer = server.post("/generate", body)
     assert answer.status_code == 400
-    assert f"DDTREE does not support {feature}" in answer.json()["error"]["message"]
+    assert reason in answer.json()["error"]["message"]
 
 
-OPENAI: list[tuple[str, dict[str, Any]]] = [
-    ("sampling", {"temperature": 1}),
-    ("sampling", {}),  # SGLang's default temperature is 1.0
-    ("frequency_penalty", {"temperature": 0, "frequency_penalty": 1}),
-    ("logit_bias", {"temperature": 0, "logit_bias": {"5": 2}}),
-    ("json_schema", {"temperature": 0, "response_format": {"type": "json_object"}}),
-]
-
-
-@pytest.mark.parametrize(("feature", "fields"), OPENAI)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_requests_are_refused_by_name(
-    feature: str, fields: dict[str, Any], path: str, stream: bool, server: RehearsalServer
-) -> None:
+def test_openai_requests_are_refused_by_name(path: str, stream: bool, server: RehearsalServer) -> None:
     prompt: dict[str, Any] = {"prompt": PROMPT}
     if "chat" in path:
         prompt = {"messages": [{"role": "user", "content": PROMPT}]}
-    answer = server.post(path, {"model": "x", "max_tokens": 8, "stream": stream, **prompt, **fields})
+    body = {"model": "x", "max_tokens": 8, "stream": stream, "return_routed_experts": True, **prompt}
+    answer = server.post(path, body)
     assert answer.status_code == 400
-    assert f"DDTREE does not support {feature}" in answer.text
+    assert "DDTREE does not support return_routed_experts" in answer.text
+
+
+def test_input_embeddings_are_refused(server: RehearsalServer) -> None:
+    body = {"input_embeds": [[0.0] * 256], "sampling_params": GREEDY}
+    answer = server.post("/generate", body)
+    assert answer.status_code == 400
+    assert "input_embeds" in answer.text
+
+
+def test_the_embeddings_endpoint_answers_as_without_speculation(pool: ServerPool, server: RehearsalServer) -> None:
+    answers = [each.post("/v1/embeddings", {"model": "x", "input": PROMPT}) for each in (server, pool[PLAIN])]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert answers[0].json()["message"] == answers[1].json()["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_ollama_requests_are_refused_or_answered_whole(stream: bool, server: RehearsalServer) -> None:
+def test_ollama_requests_are_answered_whole(stream: bool, server: RehearsalServer) -> None:
     """Only /api/generate: in SGLang 0.5.17 /api/chat answers every request with 400, whatever the algorithm."""
 
     def ask(stream: bool, **options: Any) -> requests.Response:
         return server.post("/api/generate", {"model": "x", "prompt": PROMPT, "stream": stream, "options": options})
 
-    refused = ask(stream)
-    assert refused.status_code == 400
-    assert "DDTREE does not support sampling" in refused.text
     chunks = [json.loads(line) for line in ask(stream, temperature=0, num_predict=20).text.splitlines()]
     whole = ask(False, temperature=0, num_predict=20).json()["response"]
     assert "".join(chunk["response"] for chunk in chunks) == whole
@@ -95,9 +95,10 @@ def test_weights_are_not_updated_under_the_drafter(server: RehearsalServer, pool
 
 
 def test_every_refused_feature_is_named_at_once(server: RehearsalServer) -> None:
-    sampling = {"temperature": 1, "min_new_tokens": 2, "max_new_tokens": 8}
-    message = server.post("/generate", {"text": PROMPT, "sampling_params": sampling}).json()["error"]["message"]
-    assert "sampling" in message and "min_new_tokens" in message
+    sampling = {**GREEDY, "custom_params": {"thinking_budget": 4}}
+    body = {"text": PROMPT, "sampling_params": sampling, "return_routed_experts": True}
+    message = server.post("/generate", body).json()["error"]["message"]
+    assert "return_routed_experts" in message and "max_thinking_tokens" in message
 
 
 def test_a_refused_request_leaves_the_server_exact(pool: ServerPool, server: RehearsalServer) -> None:

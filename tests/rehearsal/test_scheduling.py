@@ -12,7 +12,7 @@ import requests
 
 from ddtree_appliance.rehearsal.prompts import heldout_documents
 from ddtree_appliance.rehearsal.server import RehearsalServer
-from tests.rehearsal.conftest import PLAIN, Kind, ServerPool, tree
+from tests.rehearsal.conftest import Kind, ServerPool, tree
 
 pytestmark = pytest.mark.rehearsal
 
@@ -24,6 +24,7 @@ TIGHT = (
     *("--max-total-tokens", "1100"),
     *("--schedule-conservativeness", "0.05"),
     "--enable-metrics",
+    "--enable-priority-scheduling",
 )
 PAIRS = {
     "paged, chunked": (Kind(flags=PAGED), tree(64, *PAGED)),
@@ -33,11 +34,13 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def servers(pool: ServerPool) -> None:
-    kept = [kind for pair in PAIRS.values() for kind in pair]
-    pool.stop_all_but([PLAIN, tree(64)])
-    pool.start(kept)
+def servers_of(pool: ServerPool, kind: str) -> tuple[RehearsalServer, RehearsalServer]:
+    """Plain and DDTREE; the other page size's servers make room."""
+    group = {server for name, pair in PAIRS.items() if name.split(",")[0] == kind.split(",")[0] for server in pair}
+    pool.stop_all_but(list(group))
+    plain, ddtree = PAIRS[kind]
+    pool.start([plain, ddtree])
+    return pool[plain], pool[ddtree]
 
 
 def outcome(answer: dict[str, Any]) -> tuple[list[int], dict[str, Any], int]:
@@ -56,7 +59,7 @@ def documents(length: int, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["paged, chunked", "paged, chunked, small tree"])
 def test_paged_kv_and_chunked_prefill_equal_plain_decoding(kind: str, pool: ServerPool) -> None:
-    plain, ddtree = (pool[k] for k in PAIRS[kind])
+    plain, ddtree = servers_of(pool, kind)
     # Lengths around page and chunk borders, far beyond one chunk.
     wanted = [(document[:n], 48) for document in documents(800, 3) for n in (15, 16, 17, 63, 64, 65, 500, 799)]
     expected = [outcome(plain.generate(*request)) for request in wanted]
@@ -66,10 +69,10 @@ def test_paged_kv_and_chunked_prefill_equal_plain_decoding(kind: str, pool: Serv
 
 @pytest.mark.parametrize("kind", ["paged, chunked", "tight"])
 def test_radix_hits_give_the_tokens_of_a_cold_prefill(kind: str, pool: ServerPool) -> None:
-    plain, ddtree = (pool[k] for k in PAIRS[kind])
+    plain, ddtree = servers_of(pool, kind)
     for document in documents(160, 4):
         prompt, extended = document[:128], document[:150]
-        assert ddtree.post("/flush_cache", {}).status_code == 200
+        ddtree.flush_cache()
         cold = ddtree.generate(prompt, 40)
         again, longer = ddtree.generate(prompt, 40), ddtree.generate(extended, 40)
         assert cold["meta_info"]["cached_tokens"] == 0
@@ -82,7 +85,7 @@ def test_radix_hits_give_the_tokens_of_a_cold_prefill(kind: str, pool: ServerPoo
 @pytest.mark.parametrize("kind", ["tight", "tight, small tree"])
 def test_requests_that_end_at_the_context_limit_equal_plain_decoding(kind: str, pool: ServerPool) -> None:
     """Defect C: near the limit a step's slots used to be written into the next request's row."""
-    plain, ddtree = (pool[k] for k in PAIRS[kind])
+    plain, ddtree = servers_of(pool, kind)
     lengths = (180, 230, 240, 249)
     wanted = [(document[:n], CONTEXT - n) for document in documents(CONTEXT, 4) for n in lengths]
     expected = [outcome(plain.generate(*request)) for request in wanted]
@@ -98,11 +101,40 @@ def retracted(server: RehearsalServer) -> float:
 
 @pytest.mark.parametrize("kind", ["tight", "tight, small tree"])
 def test_retracted_requests_equal_plain_decoding(kind: str, pool: ServerPool) -> None:
-    plain, ddtree = (pool[k] for k in PAIRS[kind])
+    plain, ddtree = servers_of(pool, kind)
     wanted = [(document[20:60], 150) for document in documents(64, 16)]
     expected = [outcome(plain.generate(*request)) for request in wanted]
     before = retracted(ddtree)
     assert together(ddtree, wanted) == expected
+    assert retracted(ddtree) > before
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 3},
+    {"temperature": 0, "frequency_penalty": 0.9, "repetition_penalty": 1.1},
+    {"temperature": 1, "sampling_seed": 8, "presence_penalty": 0.5},
+    {"temperature": 0, "min_new_tokens": 140, "stop_token_ids": [266], "ignore_eos": False},
+    {"temperature": 0, "regex": "[a-z ]{150}", "ignore_eos": False},
+]
+
+
+def test_retracted_requests_keep_their_seeds_counts_and_grammars(pool: ServerPool) -> None:
+    """And their priorities: the urgent ones come first, and may push others out."""
+    plain, ddtree = servers_of(pool, "tight")
+    bodies = [
+        {
+            "input_ids": document[20:60],
+            "sampling_params": {"max_new_tokens": 150, "ignore_eos": True, **WISHES[number % len(WISHES)]},
+            "priority": number % 3,
+        }
+        for number, document in enumerate(documents(64, 18))
+    ]
+    expected = [outcome(plain.post("/generate", body).json()) for body in bodies]
+    before = retracted(ddtree)
+    with ThreadPoolExecutor(len(bodies)) as senders:
+        answers = list(senders.map(lambda body: outcome(ddtree.post("/generate", body).json()), bodies))
+    assert answers == expected
     assert retracted(ddtree) > before
 
 
@@ -120,15 +152,19 @@ def abort(server: RehearsalServer, body: dict[str, Any], after_s: float) -> None
 
 
 def test_five_hundred_mixed_requests_with_aborts_leak_no_slot_and_change_no_token(pool: ServerPool) -> None:
-    plain, ddtree = pool[PAIRS["tight"][0]], pool[PAIRS["tight"][1]]
+    plain, ddtree = servers_of(pool, "tight")
     random_ = random.Random(0)
     pieces = documents(CONTEXT, 12)
 
     def send(number: int) -> None:
         prompt = pieces[number % len(pieces)][: 20 + number % 150]
-        sampling = {"temperature": 0, "max_new_tokens": 1 + number % 60, "ignore_eos": number % 2 == 0}
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 1 + number % 60, "ignore_eos": number % 2 == 0}
         if number % 5 == 0:
             sampling["stop"] = ["\n", "self"]
+        if number % 7 == 0:
+            sampling |= {"temperature": 1, "frequency_penalty": 0.3}
+        if number % 11 == 0:
+            sampling |= {"regex": "[a-z ]{5,90}", "ignore_eos": False}
         body = {"rid": f"mixed-{number}", "input_ids": prompt, "sampling_params": sampling}
         if number % 4 == 3:
             abort(ddtree, body, delays[number])
@@ -142,7 +178,7 @@ def test_five_hundred_mixed_requests_with_aborts_leak_no_slot_and_change_no_toke
     # SGLang checks its pools whenever it is idle and dies on a leak; flushing needs every slot to be free.
     time.sleep(3)
     assert ddtree.is_alive()
-    assert ddtree.post("/flush_cache", {}).status_code == 200
+    ddtree.flush_cache()
     used = [line for line in ddtree.get("/metrics").text.splitlines() if line.startswith("sglang:kv_used_tokens")]
     assert used and all(float(line.split()[-1]) == 0 for line in used), used
     wanted = [(piece[:100], 60) for piece in pieces]

@@ -276,11 +276,17 @@ def test_a_missing_gpu_fails_at_once_and_a_configured_one_reaches_the_container(
     guest.run("ddtree-appliance install /root/my.yaml")
 
 
-def test_a_stop_while_starting_is_clean(service: Service) -> None:
+@pytest.mark.parametrize(
+    ("line", "later_s"),
+    [("container start", 0.0), ("starting sglang", 0.0), ("starting sglang", 1.0), ("Uvicorn running", 0.0)],
+)
+def test_a_stop_while_starting_is_clean(service: Service, line: str, later_s: float) -> None:
+    """The moments: before serve runs, while it becomes SGLang, while that is imported, and before its warm-up."""
     guest = service.guest
     cursor = guest.journal_cursor()
     guest.run(f"systemctl start --no-block {ENGINE}")
-    guest.wait_until("SGLang starts", lambda: "starting sglang" in guest.journal(ENGINE, cursor), 60)
+    guest.wait_until(line, lambda: line in guest.journal(ENGINE, cursor), 120, 0.05)
+    time.sleep(later_s)
     begin = time.monotonic()
     guest.run(f"systemctl stop {ENGINE}", 90)
     assert time.monotonic() - begin < 20

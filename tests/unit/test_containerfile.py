@@ -96,9 +96,11 @@ def test_runs_as_a_numeric_user_who_owns_the_cache() -> None:
     assert "RUN" not in keywords[keywords.index("USER") :]
 
 
-def test_the_command_is_pid_1_and_is_stopped_by_sigterm() -> None:
-    # The shell form would make sh PID 1, which passes no signal on.
-    assert [json.loads(rest) for rest in LAST.of("ENTRYPOINT")] == [["ddtree-appliance"]]
+def test_pid_1_is_an_init_that_passes_sigterm_on_to_the_command() -> None:
+    # The shell form would put sh between them, which passes no signal on.
+    assert [json.loads(rest) for rest in LAST.of("ENTRYPOINT")] == [["/usr/bin/tini", "--", "ddtree-appliance"]]
+    (system,) = (stage for stage in STAGES if stage.name == "system")
+    assert re.search(r"apt-get install .*\btini\b", " ".join(system.of("RUN")))
     assert [json.loads(rest) for rest in LAST.of("CMD")] == [["--help"]]
     assert LAST.of("STOPSIGNAL") == ["SIGTERM"]
 

@@ -202,3 +202,76 @@ def test_a_stop_before_sglang_drains_ends_the_tree_with_143(tmp_path: Path) -> N
         assert process.wait(timeout=30) == 143
     status = Path(f"/proc/{child}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_stop_while_serve_becomes_launch_is_not_lost(tmp_path: Path) -> None:
+    """The new interpreter is sent SIGTERM before it has run a line of this package."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, time\n"
+        "print('executed', flush=True)\n"
+        "while signal.SIGTERM not in signal.sigpending():\n"
+        "    time.sleep(0.01)\n"
+    )
+    script = (
+        "import os, sys; from ddtree_appliance.launch import end_on_sigterm, sigterm_held; end_on_sigterm()\n"
+        "with sigterm_held():\n"
+        "    os.execve(sys.executable, [sys.executable, '-m', 'ddtree_appliance', 'launch', '--',"
+        " '--model-path', '/nowhere/at/all'], {**os.environ, 'PYTHONPATH': sys.argv[1]})"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "executed\n"
+        process.terminate()
+        try:
+            assert process.wait(timeout=30) == 143
+        finally:
+            process.kill()
+
+
+def test_after_the_handler_is_installed_threads_and_children_can_be_terminated() -> None:
+    script = (
+        "import signal; from ddtree_appliance.launch import end_on_sigterm, sigterm_held\n"
+        "with sigterm_held():\n"
+        "    end_on_sigterm()\n"
+        "    print(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_a_host_without_psutil_is_told_what_else_is_missing(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere"
+    script = "import sys; sys.modules['psutil'] = None" + RUN
+    arguments = ["launch", "--", "--model-path", str(missing)]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        EXIT_USAGE,
+        f"error: --model-path: {missing} is not a folder",
+    )
+
+
+def test_a_stop_under_uvicorn_does_not_wait_for_its_shutdown() -> None:
+    script = (
+        "import asyncio, uvicorn; from ddtree_appliance.launch import end_on_sigterm, keep_ending_under_uvicorn\n"
+        "async def app(scope, receive, send):\n"
+        "    await receive()\n"
+        "    await send({'type': 'lifespan.startup.complete'})\n"
+        "    print('up', flush=True)\n"
+        "    await receive()\n"
+        "    await asyncio.sleep(60)\n"  # SGLang waits for its warm-up
+        "end_on_sigterm(); keep_ending_under_uvicorn()\n"
+        "uvicorn.run(app, host='127.0.0.1', port=0, lifespan='on', log_level='info')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "up\n"
+        while "Uvicorn running" not in process.stderr.readline():
+            pass
+        process.terminate()
+        try:
+            assert process.wait(timeout=20) == 143
+        finally:
+            process.kill()

@@ -18,6 +18,8 @@ from ddtree_appliance.memory import (
     CANDIDATE_BYTES_PER_LOGIT,
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
+    DRAW_BYTES,
+    DRAW_BYTES_PER_LOGIT,
     GIB,
     LOADED_BYTES,
     MemoryPlan,
@@ -88,7 +90,8 @@ def test_the_plan_is_what_real_starts_on_an_h200_had() -> None:
     assert abs(big.pool_tokens - 641_904) < 0.01 * GIB * 0.85 / (4096 * 41)
     # Its log: 20.75 GB free once both pools were there, 19.73 once the graphs were.
     assert big.rest_bytes / GIB == pytest.approx(20.75, abs=0.1)
-    assert big.step_bytes / GIB == pytest.approx(20.75 - 19.73, abs=0.1)
+    drawing = DRAW_BYTES + 8 * 151936 * 4  # taken by the first sampled request, not at the start
+    assert (big.step_bytes - drawing) / GIB == pytest.approx(20.75 - 19.73, abs=0.1)
     pair = (read_checkpoint(server.TARGET, True), read_checkpoint(server.DRAFTER, False))
     config = configured(context_length=2048, max_running_requests=16, memory_fraction=0.3)
     tiny = plan_memory(config, *pair, int(139.80 * GIB))
@@ -107,6 +110,8 @@ def test_a_verify_step_by_hand() -> None:
             (nodes + drafts) * 32768 * 8,  # the graphs' KV indices
             8 * row * 4,  # req_to_token
             256 << 20,  # ranking candidates: 8 x 15 x 151936 x 32 bytes would be more
+            640 << 20,  # draws: nodes x 151936 x 56 bytes would be more
+            8 * 151936 * 4,  # how often each token was put out
             (nodes + drafts) * 32 * 8 * 129 * 4,  # the graphs' split-KV outputs and their log-sums
         )
     )
@@ -308,6 +313,8 @@ def test_on_a_cpu_there_are_no_graphs_and_no_context() -> None:
             8 * 1024 * 8,
             8 * row * 4,
             8 * 15 * 4096 * 32,
+            nodes * 4096 * 56,  # draws
+            8 * 4096 * 4,  # how often each token was put out
         )
     )
     assert found.pool_tokens == 16384
@@ -674,7 +681,9 @@ def test_a_steps_buffers_are_those_that_sglang_makes(
         total += sum(4 * 151936 * shared.max_rows for shared in {id(each): each for each in buffers.values()}.values())
     row = context + sglang.sizing.get_req_to_token_extra_context_len(server_args)
     total += requests * row * 4 + requests * width * (row + width) + requests * width * 151936 * 2
-    total += min(CANDIDATE_BYTES, requests * (block - 1) * 151936 * CANDIDATE_BYTES_PER_LOGIT)
+    ranked = requests * (block - 1) * 151936
+    total += max(min(CANDIDATE_BYTES, ranked * CANDIDATE_BYTES_PER_LOGIT), ranked * 2)
+    total += min(DRAW_BYTES, requests * width * 151936 * DRAW_BYTES_PER_LOGIT) + requests * 151936 * 4
     found = plan(
         budget=budget,
         drafter={"block_size": block},
@@ -689,3 +698,11 @@ def test_candidates_are_ranked_in_chunks_of_the_size_that_is_planned() -> None:
     from ddtree_appliance.ddtree import torch_ops
 
     assert (CANDIDATE_BYTES, CANDIDATE_BYTES_PER_LOGIT) == (torch_ops.CANDIDATE_BYTES, torch_ops.BYTES_PER_LOGIT)
+
+
+def test_draws_penalties_and_logprobs_work_in_chunks_of_the_size_that_is_planned() -> None:
+    from ddtree_appliance.ddtree import logprobs, penalties, sampling
+
+    assert (DRAW_BYTES, DRAW_BYTES_PER_LOGIT) == (sampling.DRAW_BYTES, sampling.BYTES_PER_PROBABILITY)
+    assert penalties.PENALTY_BYTES <= DRAW_BYTES and penalties.BYTES_PER_LOGIT <= DRAW_BYTES_PER_LOGIT
+    assert logprobs.BYTES_PER_LOGIT <= DRAW_BYTES_PER_LOGIT and logprobs.DRAW_BYTES == DRAW_BYTES

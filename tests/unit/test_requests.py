@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_appliance.ddtree.requests import REQUEST_FIELDS, SAMPLING_RULES, refusal, unsupported_features
+from ddtree_appliance.ddtree.requests import REQUEST_FIELDS, UNHEARD_BUDGET, refusal, unsupported_features
 from tests.unit.engine import import_sglang
 
 torch = pytest.importorskip("torch", reason="needs the rehearsal environment (torch)")
@@ -81,9 +81,18 @@ class Tokenizer:
         {**GREEDY, "logit_bias": None, "json_schema": None, "regex": "", "ebnf": None, "structural_tag": ""},
         {**GREEDY, "logit_bias": {}, "custom_params": {}},
         {**GREEDY, "custom_params": {"note": "for a processor that is not there"}},
+        # everything that shapes the distribution of the next token
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "sampling_seed": -1},
+        {"frequency_penalty": 0.1, "presence_penalty": -0.1, "repetition_penalty": 1.1, "min_new_tokens": 1},
+        {**GREEDY, "logit_bias": {"5": -100.0}},
+        {**GREEDY, "json_schema": "{}"},
+        {**GREEDY, "regex": "a"},
+        {**GREEDY, "ebnf": "root ::= 'a'"},
+        {**GREEDY, "structural_tag": "{}"},
     ],
 )
-def test_greedy_requests_are_served(make: Any, sampling: dict[str, Any]) -> None:
+def test_whatever_shapes_the_next_tokens_distribution_is_served(make: Any, sampling: dict[str, Any]) -> None:
     request = make(sampling)
     assert unsupported_features(request) == []
     assert refusal(request) is None
@@ -95,6 +104,8 @@ def test_greedy_requests_are_served(make: Any, sampling: dict[str, Any]) -> None
         {"stream": True},
         {"token_ids_logprob": []},
         {"token_ids_logprob": [1]},  # asks for nothing as long as return_logprob is off
+        {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [1], "logprob_start_len": 0},
+        {"custom_logit_processor": "{}"},
         {"top_logprobs_num": 5},
         {"priority": 3, "extra_key": "salt", "routing_key": "k"},
         {"input_embeds": []},
@@ -104,14 +115,14 @@ def test_greedy_requests_are_served(make: Any, sampling: dict[str, Any]) -> None
         {"session_id": "a"},  # a label only, unless sessions are enabled, which the start rules refuse
     ],
 )
-def test_fields_that_ask_for_nothing_new_are_served(fields: dict[str, Any]) -> None:
+def test_fields_of_every_request_are_served(fields: dict[str, Any]) -> None:
     assert refusal(tokenized(GREEDY, **fields)) is None
 
 
 def test_normalized_and_transported_parameters_are_judged_alike() -> None:
     msgspec = pytest.importorskip("msgspec", reason="needs the rehearsal environment (SGLang)")
-    for sampling, is_served in (({"temperature": 0, "stop": "x"}, True), ({"temperature": 0.7}, False)):
-        request = tokenized(sampling)
+    for params, is_served in (({"note": 1}, True), ({"thinking_budget": 3}, False)):
+        request = tokenized({"stop": "x", "custom_params": params})
         request.sampling_params.normalize(Tokenizer())
         wire = msgspec.msgpack.encode(request.sampling_params)
         request.sampling_params = msgspec.msgpack.decode(wire, type=sampling_params_class())
@@ -121,32 +132,8 @@ def test_normalized_and_transported_parameters_are_judged_alike() -> None:
 
 # Requests that are refused, by name
 
-SAMPLING = "sampling (send temperature=0; SGLang's default is 1.0)"
-REFUSED_SAMPLING: list[tuple[str, dict[str, Any]]] = [
-    (SAMPLING, {}),
-    (SAMPLING, {"temperature": 0.7}),
-    (SAMPLING, {"temperature": None}),
-    (SAMPLING, {"temperature": 1e-5}),
-    (SAMPLING, {"top_k": 2}),
-    (SAMPLING, {"top_k": -1}),
-    ("frequency_penalty", {**GREEDY, "frequency_penalty": 0.1}),
-    ("frequency_penalty", {**GREEDY, "frequency_penalty": -2.0}),
-    ("presence_penalty", {**GREEDY, "presence_penalty": 0.1}),
-    ("presence_penalty", {**GREEDY, "presence_penalty": -0.1}),
-    ("repetition_penalty", {**GREEDY, "repetition_penalty": 1.1}),
-    ("repetition_penalty", {**GREEDY, "repetition_penalty": 0.9}),
-    ("min_new_tokens", {**GREEDY, "min_new_tokens": 1}),
-    ("logit_bias", {**GREEDY, "logit_bias": {"5": -100.0}}),
-    ("json_schema", {**GREEDY, "json_schema": "{}"}),
-    ("regex", {**GREEDY, "regex": "a"}),
-    ("ebnf", {**GREEDY, "ebnf": "root ::= 'a'"}),
-    ("structural_tag", {**GREEDY, "structural_tag": "{}"}),
-    ("max_thinking_tokens", {**GREEDY, "custom_params": {"thinking_budget": 0}}),
-]
 # A request carries each of these twice: as the tokenizer manager sends it, and as the scheduler keeps it.
 REFUSED_FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("return_logprob", {"return_logprob": True}, {"return_logprob": True}),
-    ("custom_logit_processor", {"custom_logit_processor": "{}"}, {"custom_logit_processor": "{}"}),
     ("return_hidden_states", {"return_hidden_states": True}, {"return_hidden_states": True}),
     ("return_hidden_states", {"return_hidden_states": "last"}, {"return_hidden_states": "last"}),
     ("return_sampling_mask", {"return_sampling_mask": True}, {"return_sampling_mask": True}),
@@ -163,11 +150,11 @@ REFUSED_FIELDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("make", [tokenized, scheduled])
-@pytest.mark.parametrize("name,sampling", REFUSED_SAMPLING)
-def test_a_sampling_feature_is_refused_by_its_name(name: str, sampling: dict[str, Any], make: Any) -> None:
-    request = make(sampling)
-    assert unsupported_features(request) == [name]
-    assert refusal(request) == f"DDTREE does not support {name} yet; remove it from the request."
+@pytest.mark.parametrize("budget", [0, 5, None])
+def test_a_thinking_budget_that_nobody_would_obey_is_refused(budget: int | None, make: Any) -> None:
+    request = make({"custom_params": {"thinking_budget": budget}})
+    assert refusal(request) == f"DDTREE does not support {UNHEARD_BUDGET} yet; remove it from the request."
+    assert refusal(make({"custom_params": {"thinking_budget": budget}}, custom_logit_processor="{}")) is None
 
 
 @pytest.mark.parametrize("name,sent,kept", REFUSED_FIELDS)
@@ -182,8 +169,8 @@ def test_a_request_feature_is_refused_by_its_name(name: str, sent: dict[str, Any
 
 
 def test_all_features_are_named_at_once() -> None:
-    request = tokenized({"temperature": 0.5, "regex": "a"}, return_logprob=True, lora_id="a1")
-    names = f"{SAMPLING}, regex, return_logprob, LoRA (lora_path)"
+    request = tokenized({"custom_params": {"thinking_budget": 1}}, return_hidden_states=True, lora_id="a1")
+    names = f"return_hidden_states, LoRA (lora_path), {UNHEARD_BUDGET}"
     assert refusal(request) == f"DDTREE does not support {names} yet; remove it from the request."
 
 
@@ -191,7 +178,6 @@ def test_all_features_are_named_at_once() -> None:
 
 
 def test_every_rule_has_a_refused_request_here() -> None:
-    assert {name for name, _ in SAMPLING_RULES} == {name for name, _ in REFUSED_SAMPLING}
     assert set(REQUEST_FIELDS) == {name for name, _, _ in REFUSED_FIELDS}
 
 
@@ -209,31 +195,30 @@ def test_every_request_field_exists_on_both_kinds_of_request(name: str) -> None:
 SERVED_SAMPLING = {
     *("max_new_tokens", "n", "ignore_eos", "stop", "stop_token_ids", "stop_regex"),
     *("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"),
-    # without effect on greedy decoding
-    *("top_p", "min_p", "sampling_seed"),
+    *("temperature", "top_k", "top_p", "min_p", "sampling_seed", "logit_bias"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"),
+    *("json_schema", "regex", "ebnf", "structural_tag"),
+    "custom_params",  # refused only if it holds a thinking budget that nobody would obey
     # set by SGLang itself
     *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
 }
 SERVED_FIELDS = {
     *("input_text", "input_ids", "token_type_ids", "sampling_params", "stream"),
-    # of no account while return_logprob is off
-    *("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_flat_raw_top_logprobs"),
+    "custom_logit_processor",
     *("multi_item_delimiter_indices", "return_entropy", "routed_experts_start_len"),
     # routing, accounting, transport
     *("rid", "http_worker_ipc", "routed_dp_rank", "routing_key", "priority", "extra_key", "no_logs", "time_stats"),
     *("session_id", "return_bytes"),
-    # the reasoning parser's state for grammars, which are refused
-    "require_reasoning",
+    "require_reasoning",  # for grammars that begin after the thoughts
     # prefill/decode disaggregation and encoder servers, which the start rules refuse
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
     *("disagg_prefill_dp_rank", "need_wait_for_mm_inputs", "num_items_assigned", "mm_data_mooncake", "encoder_urls"),
 }
 
 
-def test_every_sampling_parameter_of_sglang_is_either_served_or_refused() -> None:
-    refused = {field for _, sampling in REFUSED_SAMPLING for field in sampling}
-    assert SERVED_SAMPLING | refused == set(sampling_params_class().__struct_fields__)
-    assert not SERVED_SAMPLING & refused
+def test_every_sampling_parameter_of_sglang_is_known_here() -> None:
+    assert set(sampling_params_class().__struct_fields__) == SERVED_SAMPLING
 
 
 def test_every_request_field_of_sglang_is_either_served_or_refused() -> None:

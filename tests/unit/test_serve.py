@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -226,6 +227,24 @@ def test_without_keys_no_file_is_named(config_file: Path, steps: list[str], monk
         serve.serve(config_file, None)
     assert "--config" not in caught.value.arguments
     assert KEY_FILE_VARIABLE not in caught.value.environment
+
+
+def test_sigterm_is_held_back_exactly_while_this_process_becomes_another(
+    config_file: Path, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_held() -> bool:
+        return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+    held: list[bool] = []
+
+    def execve(*arguments: object) -> NoReturn:
+        held.append(is_held())
+        raise OSError("argument list too long")
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(OSError, match="too long"):
+        serve.serve(config_file, None)
+    assert held == [True] and not is_held()
 
 
 # Its environment

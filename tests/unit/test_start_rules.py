@@ -53,7 +53,6 @@ def server_args(**changes: Any) -> SimpleNamespace:
 
 # Field: values that are refused, other values that are not. The defaults are good for every rule.
 CASES: dict[str, tuple[list[Any], list[Any]]] = {
-    "tp_size": ([2, 8], [None]),
     "pp_size": ([2], [None]),
     "dp_size": ([2], [None]),
     "ep_size": ([2], [None]),
@@ -91,6 +90,8 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     "speculative_attention_mode": (["decode"], []),
     "speculative_num_steps": ([0, 2, 5], [1]),
     "speculative_eagle_topk": ([0, 2, 4], [1]),
+    "sampling_backend": (["flashinfer", "pytorch"], ["seeded"]),
+    "grammar_backend": (["outlines", "llguidance"], ["xgrammar", "none"]),
     "kv_cache_dtype": (["fp8_e4m3", "fp8_e5m2", "fp4_e2m1"], ["bfloat16", "bf16", "float16", "float32"]),
     "speculative_draft_model_path": ([None, ""], ["org/drafter"]),
     "speculative_ddtree_budget": ([-1, 0, MAX_BUDGET + 1], [1, MAX_BUDGET]),
@@ -159,8 +160,8 @@ def test_the_verify_width_follows_the_node_budget(budget: int) -> None:
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_table() -> None:
-    problems = start_problems(server_args(enable_lora=True, tp_size=2), {"SGLANG_RUST_SERVER": "1"})
-    assert [problem.split(" = ")[0] for problem in problems] == ["--tp-size", "--enable-lora", "SGLANG_RUST_SERVER"]
+    problems = start_problems(server_args(enable_lora=True, pp_size=2), {"SGLANG_RUST_SERVER": "1"})
+    assert [problem.split(" = ")[0] for problem in problems] == ["--pp-size", "--enable-lora", "SGLANG_RUST_SERVER"]
 
 
 @pytest.mark.parametrize("rule", START_RULES, ids=lambda rule: rule.field)
@@ -233,6 +234,7 @@ def test_a_block_size_other_than_the_drafters_is_refused(given: int | None, draf
         ("cpu", {"attention-backend": "torch_native"}, []),
         ("cuda", {"attention-backend": "triton", "decode-attention-backend": "triton"}, []),
         ("cuda:1", {"attention-backend": "triton"}, []),
+        ("cuda", {"attention-backend": "flashinfer", "speculative-draft-attention-backend": "flashinfer"}, []),
         ("cuda", {}, []),
         # bad
         (
@@ -240,17 +242,21 @@ def test_a_block_size_other_than_the_drafters_is_refused(given: int | None, draf
             {"attention-backend": "triton"},
             ["--attention-backend = triton: on cpu trees are verified by torch_native"],
         ),
-        ("cuda", {"attention-backend": None}, ["--attention-backend = None: on cuda trees are verified by triton"]),
+        (
+            "cuda",
+            {"attention-backend": None},
+            ["--attention-backend = None: on cuda trees are verified by triton, flashinfer"],
+        ),
         (
             "cuda:1",
             {
                 "attention-backend": "triton",
                 "prefill-attention-backend": "fa3",
-                "decode-attention-backend": "flashinfer",
+                "decode-attention-backend": "trtllm_mha",
             },
             [
-                "--prefill-attention-backend = fa3: on cuda:1 trees are verified by triton",
-                "--decode-attention-backend = flashinfer: on cuda:1 trees are verified by triton",
+                "--prefill-attention-backend = fa3: on cuda:1 trees are verified by triton, flashinfer",
+                "--decode-attention-backend = trtllm_mha: on cuda:1 trees are verified by triton, flashinfer",
             ],
         ),
         ("xpu", {"attention-backend": "triton"}, ["--device = xpu: DDTREE runs on cpu, cuda"]),

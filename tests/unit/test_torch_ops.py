@@ -14,11 +14,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the rehearsal environment (torch)")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from ddtree_appliance.ddtree import kernels, torch_ops  # noqa: E402
+from ddtree_appliance.ddtree import kernels, sampling, torch_ops  # noqa: E402
+from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
+from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
+from ddtree_appliance.ddtree.penalties import OutputCounts, Penalties  # noqa: E402
+from ddtree_appliance.ddtree.sampling import Sampling  # noqa: E402
 from ddtree_appliance.ddtree.torch_ops import (  # noqa: E402
     AcceptBatch,
     TreeBatch,
-    accept_greedy,
+    accept,
     build_trees,
     gather_path,
     node_positions,
@@ -70,6 +74,20 @@ def padded(tree: Tree, width: int) -> tuple[list[int], list[int], list[int], lis
         [*tree.depths, *[0] * padding],
         [[column in row for column in range(width)] for row in sees],
     )
+
+
+def path_of(trees: TreeBatch, row: int, node: int) -> list[int]:
+    """The drafted tokens from the root, which is not one of them, to the node."""
+    path = []
+    while (parent := int(trees.parents[row, node])) != NO_PARENT:
+        path.append(int(trees.token_ids[row, node]))
+        node = parent
+    return path[::-1]
+
+
+def as_bits(logits: Tensor) -> Tensor:
+    """To compare NaN, and zeros of both signs."""
+    return logits.view(torch.int32)
 
 
 def assert_trees_equal(trees: TreeBatch, expected: list[Tree], budget: int) -> None:
@@ -149,7 +167,7 @@ def ranked(logprobs: list[float], topk: int) -> list[int]:
 def check_candidates(hidden: Tensor, weight: Tensor, topk: int) -> None:
     logits = torch.matmul(hidden.to(weight.dtype), weight.T).float()
     expected = torch.log_softmax(logits, dim=-1)
-    values, ids = top_candidates(hidden, weight, topk)
+    values, ids = top_candidates(hidden, HeadShard.whole(weight), topk)
 
     assert (values.dtype, ids.dtype) == (torch.float32, torch.int64)
     assert values.shape == ids.shape == (*hidden.shape[:2], min(topk, len(weight)))
@@ -181,7 +199,7 @@ def test_exact_ties_are_cut_by_token_id(topk: int) -> None:
 
 
 def test_equal_logits_give_the_smallest_ids() -> None:
-    values, ids = top_candidates(torch.ones(1, 2, 4), torch.ones(1000, 4), 5)
+    values, ids = top_candidates(torch.ones(1, 2, 4), HeadShard.whole(torch.ones(1000, 4)), 5)
     assert ids.tolist() == [[[0, 1, 2, 3, 4]] * 2]
     assert values.unique().numel() == 1
 
@@ -194,7 +212,7 @@ def test_a_vocabulary_smaller_than_k_is_returned_whole(vocabulary: int) -> None:
 def test_log_probabilities_are_those_of_the_full_vocabulary() -> None:
     generator = torch.Generator().manual_seed(4)
     hidden, weight = torch.randn(1, 2, 8, generator=generator), torch.randn(50, 8, generator=generator)
-    values, ids = top_candidates(hidden, weight, 4)
+    values, ids = top_candidates(hidden, HeadShard.whole(weight), 4)
     logits = hidden.double() @ weight.double().T
     exact = (logits - logits.exp().sum(-1, keepdim=True).log()).gather(-1, ids)
     assert torch.allclose(values.double(), exact, atol=1e-5)
@@ -204,7 +222,7 @@ def test_log_probabilities_are_those_of_the_full_vocabulary() -> None:
 def test_a_position_without_a_distribution_has_no_finite_candidate(bad: float) -> None:
     hidden = torch.ones(1, 3, 2)
     hidden[0, 1, 0] = bad
-    values, ids = top_candidates(hidden, torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]]), 2)
+    values, ids = top_candidates(hidden, HeadShard.whole(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])), 2)
     assert values[0, 1].tolist() == [-INF, -INF]
     assert ids[0, 1].tolist() == [0, 1]
     assert values[0, [0, 2]].isfinite().all()
@@ -227,7 +245,7 @@ def test_odd_log_probabilities_are_ranked_as_specified(
     # No real softmax gives these rows; a kernel that rounds differently might.
     given = torch.tensor([[logprobs]], dtype=torch.float32)
     monkeypatch.setattr(torch, "log_softmax", lambda logits, dim: given)
-    got_values, got_ids = top_candidates(torch.zeros(1, 1, 2), torch.zeros(4, 2), 4)
+    got_values, got_ids = top_candidates(torch.zeros(1, 1, 2), HeadShard.whole(torch.zeros(4, 2)), 4)
     assert got_ids.tolist() == [[ids]]
     assert got_values.tolist() == torch.tensor([[values]]).tolist()
 
@@ -237,7 +255,7 @@ def test_candidates_are_what_the_builder_accepts() -> None:
     hidden = torch.randint(-1, 2, (2, 5, 6), generator=generator).float()
     hidden[1, 2] = NAN
     weight = torch.randint(-1, 2, (90, 6), generator=generator).float()
-    logprobs, ids = top_candidates(hidden, weight, 8)
+    logprobs, ids = top_candidates(hidden, HeadShard.whole(weight), 8)
     assert_trees_equal(build_trees(logprobs, ids, 30), reference_trees(logprobs, ids, 30), 30)
 
 
@@ -278,7 +296,7 @@ def test_the_mask_equals_one_built_request_by_request(prefixes: list[int], dtype
     assert mask.tolist() == cells + [True] * (10 * slack)
 
 
-# accept_greedy
+# accept
 
 
 def walk(tree: Tree, predict: list[int], max_run: int) -> tuple[list[int], int, list[int], int]:
@@ -310,7 +328,7 @@ def predictions(source: random.Random, tree: Tree, width: int, follow: float) ->
 
 
 def check_accept(trees: list[Tree], batch: TreeBatch, predict: list[list[int]], max_run: int) -> list[int]:
-    accepted = accept_greedy(batch, torch.tensor(predict), max_run)
+    accepted = accept(batch, torch.tensor(predict), max_run)
     expected = [walk(tree, row, max_run) for tree, row in zip(trees, predict, strict=True)]
     assert accepted.path.tolist() == [path for path, _, _, _ in expected]
     assert accepted.num_correct.tolist() == [correct for _, correct, _, _ in expected]
@@ -389,7 +407,7 @@ FORK = TreeBatch(
 def test_a_run_ends_where_the_tree_does_not_hold_the_choice(
     predict: list[int], path: list[int], tokens: list[int]
 ) -> None:
-    accepted = accept_greedy(FORK, torch.tensor([predict]), 3)
+    accepted = accept(FORK, torch.tensor([predict]), 3)
     assert accepted.path.tolist() == [path]
     assert accepted.tokens.tolist() == [tokens]
     correct = int(accepted.num_correct)
@@ -400,7 +418,7 @@ def test_a_run_ends_where_the_tree_does_not_hold_the_choice(
 def test_a_tree_of_padding_accepts_nothing() -> None:
     trees = build_trees(torch.full((2, 3, 2), -INF), torch.tensor([[[0, 1]] * 3] * 2), 4)
     for token in (NO_TOKEN, 0, 1):
-        accepted = accept_greedy(trees, torch.full((2, 5), token), 4)
+        accepted = accept(trees, torch.full((2, 5), token), 4)
         assert accepted.num_correct.tolist() == [0, 0]
         assert accepted.bonus.tolist() == [token, token]
         assert accepted.path.tolist() == [[0, 1, 2, 3]] * 2
@@ -417,7 +435,7 @@ def accepted_runs() -> list[tuple[AcceptBatch, int]]:
         logprobs, ids = candidates(seed, (4, 8, 4), LEVELS["few levels"] if seed % 2 else None)
         predict = [predictions(source, tree, budget + 1, follow) for tree in reference_trees(logprobs, ids, budget)]
         batch = build_trees(logprobs, ids, budget)
-        runs.append((accept_greedy(batch, torch.tensor(predict), min(8, budget) + 1), budget + 1))
+        runs.append((accept(batch, torch.tensor(predict), min(8, budget) + 1), budget + 1))
     return runs
 
 
@@ -501,29 +519,45 @@ def example_arguments(device: str) -> dict[str, tuple[Any, ...]]:
     logprobs, ids = candidates(2, (2, 5, 3), LEVELS["with minus infinity"])
     trees = build_trees(logprobs, ids, 9)
     predict = torch.full((2, 10), 3)
-    accepted = accept_greedy(trees, predict, 6)
+    accepted = accept(trees, predict, 6)
     generator = torch.Generator().manual_seed(8)
     rows = torch.randn(20, 4, generator=generator).to(device)
     slots = torch.arange(24).view(2, 12).to(device)
     on_device = TreeBatch(*(value.to(device) for value in astuple(trees)))
     accepted_on_device = AcceptBatch(*(value.to(device) for value in astuple(accepted)))
     return {
-        "top_candidates": (rows.view(2, 10, 4), torch.randn(30, 4, generator=generator).to(device), 5),
+        "top_candidates": (
+            rows.view(2, 10, 4),
+            HeadShard.whole(torch.randn(30, 4, generator=generator).to(device)),
+            5,
+        ),
         "build_trees": (logprobs.to(device), ids.to(device), 9),
         "node_positions": (on_device.depths, torch.tensor([4, 2]).to(device)),
         "verify_mask": (on_device.ancestors, torch.tensor([4, 2]).to(device), 9),
-        "accept_greedy": (on_device, predict.to(device), 6),
+        "sample_nodes": (
+            torch.randn(2, 10, 30, generator=generator).to(device),
+            on_device.depths,
+            torch.tensor([4, 2]).to(device),
+            5,
+            sampling_for(device),
+        ),
+        "accept": (on_device, predict.to(device), 6),
         "path_slots": (slots, accepted_on_device),
-        "move_kv": ([rows.clone().view(20, 2, 2)], slots[0, :3] + 1, slots[0, :3] + 2),
+        "move_kv": (KVBuffers.of([rows.clone().view(20, 2, 2)]), slots[:1, :3] + 1, slots[:1, :3] + 2),
         "gather_path": (rows, accepted_on_device),
     }
 
 
+def sampling_for(device: str) -> Sampling:
+    columns = [torch.ones(2, 1), torch.tensor([1, 9]), torch.full((2,), 0.9), torch.full((2,), 0.1), torch.arange(2)]
+    return Sampling(*(column.to(device) for column in columns), is_filtered=True)
+
+
 def test_a_move_of_all_rows_reads_every_source_before_it_writes() -> None:
     """The path 0, 2, 3, 5: each target but the first is a later source."""
-    before = [torch.randn(8, 2, 3), torch.randn(8, 1, 5)]
+    before = [torch.randn(8, 2, 3), torch.randn(8, 1, 6)]
     after = [buffer.clone() for buffer in before]
-    torch_ops.move_kv(after, torch.tensor([0, 1, 2, 3]), torch.tensor([0, 2, 3, 5]))
+    torch_ops.move_kv(KVBuffers.of(after), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 2, 3, 5]]))
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[:4], old[[0, 2, 3, 5]])
         assert torch.equal(new[4:], old[4:])
@@ -532,9 +566,9 @@ def test_a_move_of_all_rows_reads_every_source_before_it_writes() -> None:
 def test_candidates_found_in_chunks_are_those_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whole numbers: a product of other shapes rounds otherwise.
     hidden, weight = torch.randint(-3, 4, (3, 5, 4)).float(), torch.randint(-3, 4, (30, 4)).float()
-    at_once = torch_ops.top_candidates(hidden, weight, 6)
+    at_once = torch_ops.top_candidates(hidden, HeadShard.whole(weight), 6)
     monkeypatch.setattr(torch_ops, "CANDIDATE_BYTES", 2 * torch_ops.BYTES_PER_LOGIT * len(weight))
-    for whole, chunked in zip(at_once, torch_ops.top_candidates(hidden, weight, 6), strict=True):
+    for whole, chunked in zip(at_once, torch_ops.top_candidates(hidden, HeadShard.whole(weight), 6), strict=True):
         assert torch.equal(whole, chunked)
 
 
@@ -548,7 +582,7 @@ def outputs(result: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(kernels.Kernels)])
 def test_no_step_reads_a_device_value_on_the_host(name: str) -> None:
-    step = getattr(torch_ops, name)
+    step = getattr(kernels.TORCH, name)
     arguments = example_arguments("meta")[name]
     with NoHostRead():
         without_values = outputs(step(*arguments))
@@ -556,6 +590,21 @@ def test_no_step_reads_a_device_value_on_the_host(name: str) -> None:
     real = outputs(step(*example_arguments("cpu")[name]))
     assert [(out.shape, out.dtype) for out in without_values] == [(out.shape, out.dtype) for out in real]
     assert all(out.device.type == "meta" for out in without_values)
+
+
+def test_penalties_read_no_device_value_on_the_host() -> None:
+    """What a step does for requests that ask; what they ask is known on the host."""
+    trees, *_ = example_arguments("meta")["accept"]
+    accepted = example_arguments("meta")["gather_path"][1]
+    rows = torch.zeros(1, dtype=torch.int64, device="meta")
+    column = torch.ones((1, 1, 1), device="meta")
+    stops = torch.zeros((1, 30), dtype=torch.bool, device="meta")
+    asked = Penalties(rows, column, column, column, rows.unsqueeze(1), rows.unsqueeze(1), stops)
+    counts = OutputCounts(4, 30, torch.device("meta"))
+    prefix_lens = torch.zeros(2, dtype=torch.int64, device="meta")
+    with NoHostRead():
+        asked.apply(torch.zeros((2, 10, 30), device="meta"), counts.of(rows), trees, prefix_lens, 5)
+        counts.add(rows, accepted, rows)
 
 
 @pytest.mark.parametrize(
@@ -588,13 +637,42 @@ def test_reading_a_device_value_would_be_noticed(read: Callable[[Any], Any]) -> 
 # kernels
 
 
+TRITON_STEPS = {"top_candidates", "build_trees", "verify_mask", "sample_nodes", "accept", "move_kv", "gather_path"}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:7"])
 def test_every_step_has_an_implementation_on_every_served_device(device: str) -> None:
     table = kernels.kernels_for(device)
     for field in fields(table):
-        assert getattr(table, field.name) is getattr(torch_ops, field.name)
+        step = getattr(table, field.name)
+        fused = device != "cpu" and field.name in TRITON_STEPS
+        assert step.__name__ == field.name
+        in_torch = sampling.__name__ if field.name == "sample_nodes" else torch_ops.__name__
+        assert step.__module__.startswith("ddtree_appliance.ddtree.fused" if fused else in_torch)
 
 
 def test_a_device_type_without_a_table_is_an_error() -> None:
     with pytest.raises(KeyError, match="meta"):
         kernels.kernels_for("meta")
+
+
+# AcceptBatch
+
+
+@pytest.mark.parametrize("run", [1, 2, 7])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_was_accepted_survives_being_packed_for_an_exchange(batch: int, run: int) -> None:
+    numbers = torch.arange(batch * (2 * run + 2)) + 2**40  # no two alike, so that none can take another's place
+    path, tokens, bonus = numbers.split([batch * run, batch * run, 2 * batch])
+    num_correct = torch.arange(batch, dtype=torch.int32)
+    accepted = AcceptBatch(path.view(batch, run), num_correct, tokens.view(batch, run), bonus[:batch])
+
+    packed = accepted.packed()
+
+    assert (packed.shape, packed.dtype, packed.is_contiguous()) == ((batch, 2 * run + 2), torch.int64, True)
+    unpacked = AcceptBatch.unpacked(packed)
+    for field in fields(AcceptBatch):
+        got, expected = getattr(unpacked, field.name), getattr(accepted, field.name)
+        assert (got.dtype, got.tolist()) == (expected.dtype, expected.tolist()), field.name
+    # Kernels read them as they lie.
+    assert unpacked.path.is_contiguous() and unpacked.tokens.is_contiguous()

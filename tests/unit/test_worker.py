@@ -1,34 +1,38 @@
-"""The worker's last check: nothing that DDTREE refuses is decoded, and a request on its way out kills no server."""
+"""Which attention kernel verifies trees."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.unit.engine import import_sglang
 
 
-def request(temperature: float, to_finish: object = None, finished: bool = False) -> Any:
-    params = import_sglang("sglang.srt.sampling.sampling_params").SamplingParams(temperature=temperature)
-    return SimpleNamespace(
-        rid=f"t{temperature}", sampling_params=params, to_finish=to_finish, finished=lambda: finished
-    )
-
-
 @pytest.mark.parametrize(
-    "requests",
+    "head_dim,dtype,is_hybrid,given",
     [
-        [(0.0,)],
-        [(0.0,), (1.0, "abort")],  # refused by the scheduler, seen once more under overlap
-        [(1.0, None, True)],
+        (128, "bfloat16", False, True),
+        (128, "bfloat16", True, True),  # verify runs on the prefill backend
+        (256, "bfloat16", False, False),
+        (128, "float32", False, False),
     ],
 )
-def test_requests_that_are_greedy_or_ending_pass(requests: list[tuple[Any, ...]]) -> None:
+def test_tritons_backend_gets_the_tree_kernel_where_the_heads_fit(
+    head_dim: int, dtype: str, is_hybrid: bool, given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
     worker = import_sglang("ddtree_appliance.ddtree.worker")
-    worker._check_all_ending([request(*arguments) for arguments in requests])
+    backend = object.__new__(worker.TritonAttnBackend)
+    backend.tree_verify_fwd = None
+    outer = SimpleNamespace(_select_backend=lambda mode: backend if mode.is_target_verify() else None)
+    pool = SimpleNamespace(head_dim=head_dim, v_head_dim=head_dim, dtype=getattr(torch, dtype))
+    worker._bring_tree_attention(SimpleNamespace(attn_backend=outer if is_hybrid else backend, token_to_kv_pool=pool))
+    assert (backend.tree_verify_fwd is worker.verify_attention) is given
+    assert ("general kernel" in caplog.text) is not given
 
 
-def test_a_sampled_request_that_would_be_decoded_is_an_error_that_names_it() -> None:
+def test_another_backend_is_left_as_it_is() -> None:
     worker = import_sglang("ddtree_appliance.ddtree.worker")
-    with pytest.raises(RuntimeError, match=r"reached the worker: \['t0.7'\]"):
-        worker._check_all_ending([request(0.0), request(0.7)])
+    other = SimpleNamespace()
+    worker._bring_tree_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None))
+    assert vars(other) == {}

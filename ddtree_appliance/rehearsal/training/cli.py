@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddtree_appliance.errors import ApplianceError, HostError, UsageError
+from ddtree_appliance.errors import ApplianceError, HostError, UsageError, report
 from ddtree_appliance.rehearsal.training.corpus import build_corpus
 from ddtree_appliance.rehearsal.training.export import Pair, load_pair, write_pair
 from ddtree_appliance.rehearsal.training.model import Drafter, DrafterShape, Target, TargetShape
@@ -130,7 +130,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(argv)
     except ApplianceError as error:
-        _say(f"error: {error.message}")
-        if error.hint:
-            _say(f"hint: {error.hint}")
-        return error.exit_code
+        return report(error)

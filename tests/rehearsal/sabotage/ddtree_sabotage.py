@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from ddtree_appliance.ddtree import kernels, torch_ops
+from ddtree_appliance.ddtree import kernels, sampling, torch_ops
 
 
-def mask_dropped(ancestors: torch.Tensor, prefix_lens: torch.Tensor, bound: int) -> torch.Tensor:
+def mask_dropped(
+    ancestors: torch.Tensor, prefix_lens: torch.Tensor, bound: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Causal in node order, as a backend without the mask would be."""
-    return torch_ops.verify_mask(torch.ones_like(ancestors).tril(), prefix_lens, bound)
+    return torch_ops.verify_mask(torch.ones_like(ancestors).tril(), prefix_lens, bound, out)
 
 
 def kv_not_moved(slots: torch.Tensor, accepted: torch_ops.AcceptBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,6 +41,28 @@ def builder_ignores_path(logprobs: torch.Tensor, ids: torch.Tensor, budget: int)
     return torch_ops.build_trees(-1.0 - ranks, ids, budget)
 
 
+def noise_of_the_node(
+    logits: torch.Tensor, depths: torch.Tensor, prefix_lens: torch.Tensor, max_depth: int, asked: sampling.Sampling
+) -> torch.Tensor:
+    """Noise by index instead of depth: the right distribution after each prefix, but not the tokens of the seed."""
+    indices = torch.arange(depths.shape[1]).expand_as(depths)
+    return sampling.sample_nodes(logits, indices, prefix_lens, depths.shape[1] - 1, asked)
+
+
+def rank_1_disagrees(trees: torch_ops.TreeBatch, target_predict: torch.Tensor, max_run: int) -> torch_ops.AcceptBatch:
+    """Another rank than 0 finds that the target chose a token that nobody drafted."""
+    if torch.distributed.get_rank() != 0:
+        target_predict = torch.full_like(target_predict, 7)
+    return torch_ops.accept(trees, target_predict, max_run)
+
+
+def rank_1_disagrees_unheard(*arguments: Any) -> torch_ops.AcceptBatch:
+    from sglang.srt.distributed import get_tp_group
+
+    get_tp_group().broadcast = lambda tensor, src=0: tensor
+    return rank_1_disagrees(*arguments)
+
+
 def reserve_from_budget_alone() -> None:
     from sglang.srt.mem_cache import allocation_sizing
     from sglang.srt.runtime_context import get_server_args
@@ -55,6 +79,9 @@ KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "hidden_in_slot_order": ("gather_path", hidden_in_slot_order),
     "positions_by_index": ("node_positions", positions_by_index),
     "builder_ignores_path": ("build_trees", builder_ignores_path),
+    "noise_of_the_node": ("sample_nodes", noise_of_the_node),
+    "rank_1_disagrees": ("accept", rank_1_disagrees),
+    "rank_1_disagrees_unheard": ("accept", rank_1_disagrees_unheard),
 }
 
 
@@ -64,4 +91,5 @@ def register() -> None:
         reserve_from_budget_alone()
         return
     step, function = KERNEL_FAULTS[fault]
-    kernels.TABLES["cpu"] = replace(kernels.TORCH, **{step: function})
+    broken = replace(kernels.TORCH, **{step: function})
+    kernels.TABLES["cpu"] = lambda: broken

@@ -142,7 +142,6 @@ UNREACHABLE = {
     "speculative_num_draft_tokens",
 }
 START_RULES_OF_KEYS = {
-    "tp_size": ("gpus: [0, 1]\n", "4:7: gpus: --tp-size = 2 is refused: ", "name one GPU"),
     "kv_cache_dtype": (
         "  kv_dtype: fp8_e5m2\n",
         "4:13: engine.kv_dtype: --kv-cache-dtype = fp8_e5m2 is refused: ",

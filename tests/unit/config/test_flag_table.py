@@ -22,7 +22,7 @@ from ddtree_appliance.config_source import config_from, load_config
 from ddtree_appliance.engine_args import OWNED, REFUSED_FLAGS, argument_problems, sglang_arguments
 from ddtree_appliance.flag_table import Flag, flag_table
 from tests.unit.config.generators import fuzz, sound_configs, sound_extra_args, with_extra_args
-from tests.unit.config.test_sample import NOT_YET, PAIR, PROFILES, ROOT, SAMPLE, load_profile
+from tests.unit.config.test_sample import PAIR, PROFILES, ROOT, SAMPLE
 from tests.unit.engine import import_sglang
 
 
@@ -100,7 +100,7 @@ def test_every_choice_of_a_key_is_one_of_sglangs(key: str, flag: str) -> None:
 
 @pytest.mark.parametrize("path", [SAMPLE, *PROFILES], ids=lambda path: path.name)
 def test_sample_and_profiles_are_understood(path: Path, sglang: SimpleNamespace) -> None:
-    assert_understood(load_profile(path) if path.name == NOT_YET else load_config(path), sglang)
+    assert_understood(load_config(path), sglang)
 
 
 @fuzz(150)

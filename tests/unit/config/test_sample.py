@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from ddtree_appliance.checkpoint import Checkpoint, read_checkpoint
 from ddtree_appliance.config import Config
 from ddtree_appliance.config_source import ConfigError, config_from, load_config
-from ddtree_appliance.ddtree.start_rules import START_RULES
 from ddtree_appliance.engine_args import sglang_arguments
 from ddtree_appliance.memory import GIB, MemoryPlan, plan_memory
 from ddtree_appliance.rehearsal.server import DRAFTER, TARGET
@@ -26,7 +25,7 @@ SAMPLE = ROOT / "config/appliance.yaml"
 SCHEMA = ROOT / "config/appliance.schema.json"
 PROFILES = sorted((ROOT / "config/profiles").glob("*.yaml"))
 # The engine refuses it until accept results are broadcast between the ranks.
-NOT_YET = "rtx-pro-6000-tp2.yaml"
+TWO_GPUS = "rtx-pro-6000-tp2.yaml"
 PAIR = {"engine": {"model": "/srv/models/target", "drafter": "/srv/models/drafter"}}
 
 # What the profiles speak of: a dense target of 8B, one that a card does not hold, and drafters of five such layers.
@@ -38,7 +37,7 @@ SHAPE_40B = {**SHAPE_8B, "hidden_size": 5120, "num_hidden_layers": 64, "num_atte
 MODELS = {
     "hopper.yaml": (SHAPE_8B, 8_190_000_000, 79 * GIB),
     "one-gpu.yaml": (SHAPE_8B, 8_190_000_000, 94 * GIB),
-    NOT_YET: (SHAPE_40B, 40_000_000_000, 94 * GIB),
+    TWO_GPUS: (SHAPE_40B, 40_000_000_000, 94 * GIB),
 }
 
 
@@ -70,11 +69,6 @@ def fields(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 DEFAULTS = leaves(Config.model_validate(PAIR).model_dump())
-
-
-def load_profile(path: Path) -> Config:
-    """The profile as it will be once tensor parallelism is served: its own refusal is tested apart."""
-    return Config.model_validate(plain(path))
 
 
 # The sample
@@ -114,28 +108,14 @@ def test_every_field_has_a_description_in_whole_sentences() -> None:
 
 
 def test_there_are_the_promised_profiles() -> None:
-    names = ["hopper.yaml", "one-gpu.yaml", "rehearsal.yaml", NOT_YET]
+    names = ["hopper.yaml", "one-gpu.yaml", "rehearsal.yaml", TWO_GPUS]
     assert [path.name for path in PROFILES] == names
 
 
-@pytest.mark.parametrize("path", [path for path in PROFILES if path.name != NOT_YET], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.name)
 def test_a_profile_loads_as_what_it_says(path: Path) -> None:
     config = load_config(path)
-    assert config == load_profile(path)
     assert sglang_arguments(config)
-
-
-def test_the_profile_for_two_gpus_is_refused_for_the_one_reason_that_is_not_built() -> None:
-    # When START_RULES lets tp_size through, this fails: then drop NOT_YET, so that the profile is one like the others.
-    reason = next(rule.reason for rule in START_RULES if rule.field == "tp_size")
-    path = ROOT / "config/profiles" / NOT_YET
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    line = path.read_text().splitlines().index('gpus: ["0", "1"]') + 1
-    assert caught.value.message.split("\n") == [
-        f"{path}:{line}:7: gpus: --tp-size = 2 is refused: {reason}",
-        "  hint: name one GPU",
-    ]
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.name)
@@ -157,7 +137,7 @@ def planned(path: Path, config: Config) -> MemoryPlan:
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.name)
 def test_the_values_of_a_profile_make_sense_together(path: Path) -> None:
-    config = load_profile(path)
+    config = load_config(path)
     assert planned(path, config).problems == ()
     assert config.unit.shm_size_gb >= config.tp_size
     assert config.unit.stop_timeout_s < config.unit.start_timeout_s
@@ -165,8 +145,8 @@ def test_the_values_of_a_profile_make_sense_together(path: Path) -> None:
 
 
 def test_the_target_of_the_profile_for_two_gpus_needs_both() -> None:
-    path = ROOT / "config/profiles" / NOT_YET
-    assert planned(path, load_profile(path).model_copy(update={"gpus": ["0"]})).problems
+    path = ROOT / "config/profiles" / TWO_GPUS
+    assert planned(path, load_config(path).model_copy(update={"gpus": ["0"]})).problems
 
 
 # The schema

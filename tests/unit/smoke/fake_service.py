@@ -51,7 +51,8 @@ class Faults:
     reports_steps: bool = True
     tokens_short: int = 0
     at_once: str = "same"  # or "other's", "last token", "status 500"
-    sampling_answer: tuple[int, str] | None = (400, "DDTREE does not support sampling yet")  # None: served
+    sampled: str = "by seed"  # or "greedily", "freshly"
+    refusal_answer: tuple[int, str] | None = (400, "DDTREE does not support return_routed_experts")  # None: served
     heartbeat: str = "moves"  # or "frozen", "one rank frozen", "missing"
     counts_steps: bool = True
     metrics_status: int = 200
@@ -261,9 +262,8 @@ class _EngineHandler(_Handler):
         if not self._is_let_in():
             return
         self._delay()
-        sampling = body.get("sampling_params", body)
-        if sampling["temperature"] != 0 and self.faults.sampling_answer is not None:
-            status, message = self.faults.sampling_answer
+        if body.get("return_routed_experts") and self.faults.refusal_answer is not None:
+            status, message = self.faults.refusal_answer
             self.answer(status, {"error": {"message": message}})
             return
         if self.faults.echoes_key:
@@ -275,7 +275,11 @@ class _EngineHandler(_Handler):
             self.answer(500, str(error))
 
     def _native(self, body: dict[str, Any]) -> None:
-        whole = self.service.generate(body["text"], body["sampling_params"]["max_new_tokens"])
+        prompt, sampling = body["text"], body["sampling_params"]
+        if sampling["temperature"] != 0 and self.faults.sampled != "greedily":
+            seed = sampling["sampling_seed"] if self.faults.sampled == "by seed" else time.monotonic_ns()
+            prompt = f"{seed}: {prompt}"
+        whole = self.service.generate(prompt, sampling["max_new_tokens"])
         if not body.get("stream"):
             self.answer(200, whole)
             return

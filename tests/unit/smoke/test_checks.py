@@ -170,14 +170,16 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "requests disturb each other": ({"at_once": "last token"}, "concurrency", "8 of 8 requests at once differ"),
     "requests at once are lost": ({"at_once": "status 500"}, "concurrency", "answered 500: out of memory"),
-    "answered greedily": ({"sampling_answer": None}, "refusal", "temperature 1 was answered with 200, not refused"),
-    "answered at length": (
-        {"sampling_answer": (200, "about sampling")},
-        "refusal",
-        "answered with 200, not refused",
+    "answered greedily": ({"sampled": "greedily"}, "sampling", "3 seeds at temperature 2 gave one text"),
+    "a seed is not heard": ({"sampled": "freshly"}, "sampling", "a sampled request and the same again differ: after"),
+    "a seed is not heard in 16 bits": (
+        {"sampled": "freshly", "dtype": "bfloat16"},
+        "sampling",
+        "a sampled request and the same again differ: after",
     ),
+    "answered though it cannot be": ({"refusal_answer": None}, "refusal", "answered with 200, not refused"),
     "refused without a reason": (
-        {"sampling_answer": (400, "bad request")},
+        {"refusal_answer": (400, "bad request")},
         "refusal",
         "answered with 400, not refused",
     ),

@@ -1,0 +1,118 @@
+"""The verify attention equals a plain softmax over each node's prefix and ancestors, on random trees and prefixes.
+
+Tolerances, of the norm: fp32 products are exact to rounding (1e-5); fp16 and bf16 round each weight before the product
+with the values (2e-3, 1e-2).
+"""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from ddtree_appliance.ddtree.fused import attention  # noqa: E402
+from tests.kernels.test_fused import DEVICE, INTERPRETED, TWIN, pytestmark, trees_of  # noqa: E402, F401
+
+
+def reference(query: Any, keys: Any, values: Any, allowed: Any, scale: float) -> Any:
+    """One request in float64: [V, heads, dim], [n, kv_heads, dim] twice, [V, n] bool."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
+    scores = torch.einsum("vhd,nhd->hvn", query.double(), keys) * scale
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    return torch.einsum("hvn,nhd->vhd", scores.softmax(-1), values)
+
+
+def run(
+    prefixes: list[int], budget: int, heads: int, kv_heads: int, dim: int, dtype: Any, drop_mask: bool = False
+) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(sum(prefixes) + budget)
+    batch, width = len(prefixes), budget + 1
+    ancestors = trees_of((batch, 7, 4), budget, "continuous").ancestors
+    slots = torch.randperm(sum(prefixes) + batch * width + 5, generator=generator)
+    count = len(slots)
+
+    def rows(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    # Queries are a part of a wider row, as after a fused projection.
+    query = rows(batch * width, heads * dim + 8)[:, : heads * dim].view(batch * width, heads, dim)
+    key_pool, value_pool = rows(count, kv_heads, dim), rows(count, kv_heads, dim)
+    prefix_slots, node_slots = slots[: sum(prefixes)], slots[sum(prefixes) :][: batch * width]
+    indptr = torch.tensor([0, *torch.tensor(prefixes).cumsum(0).tolist()], dtype=torch.int32)
+    lens = torch.tensor(prefixes)
+    written = torch.ones_like(ancestors).tril() if drop_mask else ancestors
+    mask = TWIN.verify_mask(written, lens, sum(prefixes)).to(torch.uint8)
+    mask_indptr = torch.tensor([0, *(width * (lens + width)).cumsum(0).tolist()])
+    output = torch.full((batch * width, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+    tensors = (query, key_pool, value_pool, indptr, prefix_slots, node_slots, mask, mask_indptr)
+    attention.verify_attention(*(each.to(DEVICE) for each in tensors), dim**-0.5, width, output)
+
+    expected = []
+    for at, prefix in enumerate(prefixes):
+        used = torch.cat([prefix_slots[indptr[at] : indptr[at + 1]], node_slots[at * width :][:width]])
+        allowed = torch.cat([torch.ones(width, prefix, dtype=torch.bool), ancestors[at]], dim=1)
+        part = query[at * width :][:width]
+        expected.append(reference(part, key_pool[used], value_pool[used], allowed, dim**-0.5))
+    return output.cpu().double(), torch.cat(expected)
+
+
+def error(got: Any, expected: Any) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+CASES = [
+    # prefixes, budget, heads, KV heads, head size
+    ([3], 1, 2, 1, 16),
+    ([200], 30, 8, 2, 16),
+    ([0, 70], 7, 4, 4, 24),
+    ([1, 130, 65], 16, 4, 1, 32),
+]
+if not INTERPRETED:
+    CASES += [([1], 64, 32, 8, 128), ([5000, 3], 128, 32, 8, 128), ([50 * n for n in range(32)], 64, 32, 8, 128)]
+
+
+@pytest.mark.parametrize("prefixes,budget,heads,kv_heads,dim", CASES)
+# The interpreter has no product of bf16 numbers.
+@pytest.mark.parametrize(
+    "dtype,tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3) if INTERPRETED else (torch.bfloat16, 1e-2)]
+)
+def test_attention_equals_a_plain_softmax(
+    prefixes: list[int], budget: int, heads: int, kv_heads: int, dim: int, dtype: Any, tolerance: float
+) -> None:
+    got, expected = run(prefixes, budget, heads, kv_heads, dim, dtype)
+    assert error(got, expected) < tolerance
+
+
+def test_a_dropped_mask_would_be_noticed() -> None:
+    got, expected = run([40], 20, 2, 1, 16, torch.float32, drop_mask=True)
+    assert error(got, expected) > 0.05
+
+
+@pytest.mark.parametrize("parts", [1, 2, 16])
+def test_the_number_of_parts_does_not_change_the_result(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "parts_for", lambda batch, tiles: parts)
+    got, expected = run([150, 2], 9, 2, 1, 16, torch.float32)
+    assert error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("batch,tiles,parts", [(1, 40, 8), (1, 1, 16), (4, 40, 2), (32, 40, 1), (2, 1000, 1)])
+def test_parts_fill_a_gpu_and_no_more(batch: int, tiles: int, parts: int) -> None:
+    assert attention.parts_for(batch, tiles) == parts
+
+
+@pytest.mark.parametrize(
+    "head_dim,value_dim,dtype,served",
+    [
+        (128, 128, torch.bfloat16, True),
+        (64, 128, torch.float16, True),
+        (80, 80, torch.bfloat16, True),
+        (192, 128, torch.bfloat16, False),
+        (256, 256, torch.bfloat16, False),
+        (8, 8, torch.bfloat16, False),
+        (128, 128, torch.float32, False),
+    ],
+)
+def test_heads_that_do_not_fit_every_gpu_are_left_to_sglangs_kernel(
+    head_dim: int, value_dim: int, dtype: Any, served: bool
+) -> None:
+    assert attention.serves(head_dim, value_dim, dtype) is served

@@ -1,0 +1,67 @@
+"""Which way a batch takes to the target's choice: the argmax alone, or a draw."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the rehearsal environment (torch)")
+
+from ddtree_appliance.ddtree.kernels import TORCH  # noqa: E402
+from tests.unit.engine import import_sglang  # noqa: E402
+from tests.unit.test_torch_ops import candidates  # noqa: E402
+
+VOCABULARY, WIDTH = 12, 5
+GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 0.7}
+
+
+def requests_of(asked: list[dict[str, float]]) -> list[SimpleNamespace]:
+    params = [import_sglang("sglang.srt.sampling.sampling_params").SamplingParams(**each) for each in asked]
+    for each in params:
+        each.normalize(None)
+    return [SimpleNamespace(sampling_params=each) for each in params]
+
+
+@pytest.mark.parametrize(
+    "asked,flag,is_drawn",
+    [
+        ([GREEDY, GREEDY], True, False),
+        # A sampled request that has ended leaves SGLang's flag down.
+        ([GREEDY, GREEDY], False, False),
+        ([GREEDY, SAMPLED], False, True),
+    ],
+)
+def test_draws_are_made_while_a_request_samples(asked: list[dict[str, float]], flag: bool, is_drawn: bool) -> None:
+    drawn: list[Any] = []
+
+    def spy(*args: Any) -> Any:
+        drawn.append(args)
+        return TORCH.sample_nodes(*args)
+
+    requests = requests_of(asked)
+    info = SimpleNamespace(
+        is_all_greedy=flag,
+        logit_bias=None,
+        has_custom_logit_processor=False,
+        need_top_p_sampling=False,
+        need_top_k_sampling=True,
+        need_min_p_sampling=False,
+        temperatures=torch.tensor([[each.sampling_params.temperature] for each in requests]),
+        top_ks=torch.tensor([each.sampling_params.top_k for each in requests], dtype=torch.int32),
+        top_ps=torch.ones(2),
+        min_ps=torch.zeros(2),
+        sampling_seed=torch.tensor([3, 4]),
+    )
+    batch = SimpleNamespace(reqs=requests, sampling_info=info, seq_lens=torch.tensor([7, 9]))
+    trees = TORCH.build_trees(*candidates(1, (2, 3, 2), None), WIDTH - 1)
+    logits = torch.randn(2 * WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    module = import_sglang("ddtree_appliance.ddtree.target_choice")
+    choice = module.TargetChoice(replace(TORCH, sample_nodes=spy), 3, 4, VOCABULARY)
+
+    chosen = choice.choose(batch, trees, logits.clone(), None)
+
+    assert bool(drawn) is is_drawn
+    assert torch.equal(chosen[0], logits.view(2, WIDTH, -1)[0].argmax(-1))
+    if not is_drawn:
+        assert torch.equal(chosen[1], logits.view(2, WIDTH, -1)[1].argmax(-1))

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ddtree_appliance.errors import HostError, PatchError, UsageError
+from ddtree_appliance.ports import not_free, reserve_port
 
 # Names a file of keys that `serve` wrote for --config: it is removed as soon as SGLang has read it.
 KEY_FILE_VARIABLE = "DDTREE_KEY_FILE"
@@ -24,12 +25,14 @@ def launch(sglang_arguments: Sequence[str]) -> int:
     """Run SGLang's server in this process with `sglang_arguments` until it stops.
 
     Raises PatchError if the installed SGLang is not the patched one, HostError if it is missing or DDTREE is not
-    registered, UsageError for arguments that SGLang or DDTREE refuses; all before weights are loaded.
+    registered or the port is taken, UsageError for arguments that SGLang or DDTREE refuses; all before weights are
+    loaded.
     """
     try:
         check_model_paths(sglang_arguments)
         check_patched()
         server_args = prepare(sglang_arguments)
+        keep_ports(server_args)
     finally:
         if key_file := os.environ.pop(KEY_FILE_VARIABLE, None):
             Path(key_file).unlink(missing_ok=True)
@@ -135,6 +138,21 @@ def check_patched() -> None:
             "the installed SGLang is not the patched one: " + "; ".join(report.problems),
             "install the wheel that `ddtree-appliance patches apply` builds",
         )
+
+
+def keep_ports(server_args: Any) -> None:
+    """Keep the ports that SGLang will listen on, once weights are loaded, from everyone else. Raises HostError.
+
+    SGLang itself finds out minutes later: a taken HTTP port leaves it waiting for its own warm-up, and the port that it
+    has chosen for the ranks' rendezvous and let go may have become a connection's.
+    """
+    address, port = server_args.host.strip("[]"), server_args.port
+    try:
+        reserve_port(address, port)
+    except OSError as error:
+        raise not_free(address, port, error) from error
+    if server_args.nccl_port is None:
+        server_args.override("ddtree-appliance launch", nccl_port=reserve_port())
 
 
 @contextmanager

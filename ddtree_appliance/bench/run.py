@@ -23,7 +23,7 @@ from ddtree_appliance.bench.store import Store
 from ddtree_appliance.bench.unit import measure_unit, utc_now
 from ddtree_appliance.bench.variants import Variant
 from ddtree_appliance.errors import ApplianceError, UsageError
-from ddtree_appliance.rehearsal.server import free_port
+from ddtree_appliance.ports import reserve_port
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _servers(store: Store, plan: Plan, prompts: Sequence[Prompt], group: int, se
     servers = {}
     for variant in plan.groups()[group]:
         file = f"{session}-{variant.name}"
-        port = free_port()
+        port = reserve_port()
         records_steps = plan.breakdown and variant.algorithm == "DDTREE"
         step_times = (store.step_times / f"{file}.jsonl").resolve() if records_steps else None
         servers[variant.name] = BenchServer(

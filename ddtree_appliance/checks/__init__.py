@@ -12,6 +12,7 @@ from ddtree_appliance.checkpoint import Checkpoint
 from ddtree_appliance.config import Config
 from ddtree_appliance.gpus import Driver, Gpu, see_gpus
 from ddtree_appliance.memory import MemoryPlan
+from ddtree_appliance.ports import bound_socket
 
 CACHE = Path("/var/cache/ddtree")
 NOT_HERE = "not applicable here"
@@ -20,10 +21,7 @@ NOT_CHECKED = "not checked: an earlier check failed"
 
 def bind(address: str, port: int) -> None:
     """Take and free a TCP port. Raises OSError if it is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        # As servers do: a connection of the last start that is still closing does not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((address, port))
+    bound_socket(address, port).close()
 
 
 @dataclass

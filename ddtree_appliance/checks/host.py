@@ -12,6 +12,7 @@ from ddtree_appliance.errors import HostError
 from ddtree_appliance.gpus import CAPABILITIES, MIN_CUDA, MIN_DRIVER, named_gpus
 from ddtree_appliance.key_file import read_keys
 from ddtree_appliance.memory import GIB, gib
+from ddtree_appliance.ports import not_free
 
 # A first start compiles some hundred MiB of kernels into the cache.
 _MIN_CACHE_BYTES = GIB
@@ -91,10 +92,7 @@ def port(facts: Facts, host: Host) -> str:
     try:
         host.bind(address, number)
     except OSError as error:
-        raise HostError(
-            f"port {number} on {address} is not free: {error.strerror}",
-            f"stop what listens there: ss -ltnp sport = :{number}",
-        ) from error
+        raise not_free(address, number, error) from error
     return f"{address}:{number} is free"
 
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import requests
 
 from ddtree_appliance.errors import ApplianceError
+from ddtree_appliance.ports import reserve_port
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 MODELS = Path(__file__).parent / "models" / "tiny-code"
@@ -49,23 +49,6 @@ DEVICE_FLAGS = {
         "--disable-prefill-cuda-graph",
     ),
 }
-
-
-_reservations: list[socket.socket] = []
-
-
-def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on, reserved until this process ends.
-
-    A server needs seconds until it listens, and meanwhile connections and other servers draw from the same ports. The
-    kernel gives a bound port to none of them, only to a socket that asks for it by its number and, as servers do, with
-    SO_REUSEADDR.
-    """
-    reservation = socket.socket()
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reservation.bind(("127.0.0.1", 0))
-    _reservations.append(reservation)
-    return int(reservation.getsockname()[1])
 
 
 def rehearsal_environment(
@@ -124,7 +107,7 @@ class RehearsalServer:
         environment: Mapping[str, str] | None = None,
         device: str = "cpu",
     ) -> None:
-        self.port = free_port()
+        self.port = reserve_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         self._command = [

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,3 +108,14 @@ def test_an_engine_with_a_flipped_byte_is_not_started(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "sglang/srt/mem_cache/allocation_sizing.py" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_port_that_is_taken_is_told_before_the_weights_are_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-W", "ignore", "-m", "ddtree_appliance", "launch", "--"]
+        command += server_arguments("DDTREE", port)
+        result = subprocess.run(command, env=rehearsal_environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 3, result.stderr[-2000:]
+    assert f"error: port {port} on 127.0.0.1 is not free: Address already in use" in result.stderr
+    assert "Load weight" not in result.stderr + result.stdout

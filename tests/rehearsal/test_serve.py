@@ -24,8 +24,8 @@ import yaml
 from ddtree_appliance.checkpoint import read_checkpoint, with_local_models
 from ddtree_appliance.config_source import load_config
 from ddtree_appliance.memory import gib, plan_memory
+from ddtree_appliance.ports import reserve_port
 from ddtree_appliance.rehearsal.prompts import heldout_prompts
-from ddtree_appliance.rehearsal.server import free_port
 from ddtree_appliance.render import config_digest
 from tests.rehearsal.conftest import ServerPool
 
@@ -83,7 +83,7 @@ def bearer(key: str | None) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def service(pool: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     pool.stop_all_but([])
-    folder, port = tmp_path_factory.mktemp("serve"), free_port()
+    folder, port = tmp_path_factory.mktemp("serve"), reserve_port()
     sections = yaml.safe_load(PROFILE.read_text())
     sections["server"] = {"host": "127.0.0.1", "port": port}
     sections["unit"] |= {"stop_timeout_s": STOP_LIMIT_S}

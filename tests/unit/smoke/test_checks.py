@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_appliance.rehearsal.server import free_port
+from ddtree_appliance.ports import reserve_port
 from ddtree_appliance.smoke import SmokeReport, SmokeTarget, Status, run_smoke
 from ddtree_appliance.smoke.checks import CHECKS, Check
 from ddtree_appliance.smoke.context import SmokeContext
@@ -278,7 +278,7 @@ def test_without_an_engine_to_talk_to_the_rest_is_not_run(name: str) -> None:
 
 
 def test_an_unreachable_service_is_one_clear_failure() -> None:
-    report = run_smoke(SmokeTarget(f"http://127.0.0.1:{free_port()}"))
+    report = run_smoke(SmokeTarget(f"http://127.0.0.1:{reserve_port()}"))
     assert by_status(report, Status.FAILED) == {"engine ready": "GET /health: no answer: Connection refused"}
     assert len(by_status(report, Status.NOT_RUN)) == len(CHECKS) - 1
     assert report.exit_code == 1 and report.elapsed_s < 5
@@ -286,7 +286,7 @@ def test_an_unreachable_service_is_one_clear_failure() -> None:
 
 def test_an_unreachable_sidecar_fails_its_checks_and_the_engine_is_proved_all_the_same() -> None:
     with FakeService(Faults()).running() as service:
-        service.health_url = f"http://127.0.0.1:{free_port()}"
+        service.health_url = f"http://127.0.0.1:{reserve_port()}"
         report = smoke(service)
     assert list(by_status(report, Status.FAILED)) == ["sidecar ready", "versions", "metrics"]
     assert "concurrency" in by_status(report, Status.PASSED)

@@ -1,0 +1,43 @@
+"""Keep a TCP port for the server it was chosen for, in the seconds or minutes before that server listens."""
+
+from __future__ import annotations
+
+import socket
+
+from ddtree_appliance.errors import HostError
+
+
+def bound_socket(address: str, port: int) -> socket.socket:
+    """A TCP socket bound to address and port (0: one that is free), not listening. Raises OSError if it is taken."""
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        # As servers do: a connection of the last start that is still closing does not count.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+def reserve_port(address: str = "127.0.0.1", port: int = 0) -> int:
+    """A TCP port that nothing listens on (port 0: any), kept until this process ends. Raises OSError if it is taken.
+
+    Until a server listens, connections and other servers draw from the same ports. The kernel gives a bound port to
+    none of them, only to a socket that asks for it by its number and, as servers do, with SO_REUSEADDR.
+    """
+    reservation = bound_socket(address, port)
+    number = int(reservation.getsockname()[1])
+    # Without its object nobody closes the descriptor.
+    reservation.detach()
+    return number
+
+
+def not_free(address: str, port: int, error: OSError) -> HostError:
+    """What to tell the operator when `bound_socket` or `reserve_port` failed."""
+    return HostError(
+        f"port {port} on {address} is not free: {error.strerror}", f"stop what listens there: ss -ltnp sport = :{port}"
+    )

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from ddtree_appliance.ddtree.fused.attention import Tiling, verify_attention
+from ddtree_appliance.ddtree.fused.attention import Tiling, VerifyAttention
 from ddtree_appliance.ddtree.head import HeadShard
 from ddtree_appliance.ddtree.kernels import TORCH, Kernels
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
@@ -145,9 +145,10 @@ class Attention:
         self.scale = sizes.head_dim**-0.5
         self.output = torch.empty_like(self.query)
 
-    def ours(self, tiling: Tiling) -> Call:
-        """This project's kernel."""
-        return lambda: verify_attention(
+    def ours(self, tiling: Tiling | None = None) -> Call:
+        """This project's kernel. tiling: None for its own choice."""
+        attention = VerifyAttention(self.query.device, tiling)
+        return lambda: attention(
             self.query,
             self.keys,
             self.values,
@@ -159,7 +160,6 @@ class Attention:
             self.scale,
             self.width,
             self.output,
-            tiling,
         )
 
     def sglangs(self) -> Call:

@@ -15,6 +15,7 @@ from ddtree_appliance.ddtree.constrained import NodeMasks
 from ddtree_appliance.ddtree.kernels import Kernels
 from ddtree_appliance.ddtree.logit_processors import apply_processors
 from ddtree_appliance.ddtree.penalties import OutputCounts, Penalties, asks_for_penalties
+from ddtree_appliance.ddtree.sampling import Sampling
 from ddtree_appliance.ddtree.seeded_sampler import is_sampled, sampling_of
 from ddtree_appliance.ddtree.torch_ops import AcceptBatch, TreeBatch, from_host
 
@@ -29,6 +30,21 @@ class TargetChoice:
         self._vocabulary = vocabulary
         self._counts: OutputCounts | None = None
         self._penalties: Penalties | None = None
+
+    def warm_up(self, width: int, device: str) -> None:
+        """Draw once, so that no sampled request waits for a kernel's compiler. width: V."""
+        logits = torch.zeros((1, width, self._vocabulary), device=device)
+        nodes = torch.zeros((1, width), dtype=torch.int64, device=device)
+        for is_filtered in (False, True):
+            asked = Sampling(
+                temperatures=torch.ones((1, 1), device=device),
+                top_ks=torch.full((1,), 2, dtype=torch.int32, device=device),
+                top_ps=torch.ones(1, device=device),
+                min_ps=torch.zeros(1, device=device),
+                seeds=torch.zeros(1, dtype=torch.int64, device=device),
+                is_filtered=is_filtered,
+            )
+            self._kernels.sample_nodes(logits, nodes, nodes[:, 0].clone(), self._max_depth, asked)
 
     def start(self, batch: Any, first_tokens: torch.Tensor) -> None:
         """After a prefill: begin to count the outputs of the requests that ask. first_tokens: [b], on the device."""

@@ -26,7 +26,7 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from ddtree_appliance.ddtree.constrained import constrain_trees
 from ddtree_appliance.ddtree.draft_candidates import DraftCandidates
-from ddtree_appliance.ddtree.fused.attention import serves, verify_attention
+from ddtree_appliance.ddtree.fused.attention import VerifyAttention, serves
 from ddtree_appliance.ddtree.head import target_head
 from ddtree_appliance.ddtree.kernels import kernels_for
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
@@ -79,15 +79,18 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         request_slots = len(self.model_runner.req_to_token_pool.req_to_token)
         vocabulary = self.model_runner.model_config.vocab_size
         self._choice = TargetChoice(self.kernels, self.max_run - 1, request_slots, vocabulary)
+        if self.device != "cpu":
+            self._choice.warm_up(self.verify_width, self.device)
 
     def init_attention_backends(self) -> None:
-        """As DFLASH; then give Triton's backend, which runs the target's verify, the attention kernel for trees.
+        """As DFLASH; then give Triton's backend the attention kernel for trees and for drafters' blocks.
 
         Called before the target's graphs are captured.
         """
         super().init_attention_backends()
         if self.device != "cpu":
-            _bring_tree_attention(self.model_runner)
+            for runner in (self.model_runner, self.draft_model_runner):
+                _bring_verify_attention(runner)
 
     def _maybe_build_draft_sampler(self) -> DraftCandidates:
         """What the base class captures at the end of the drafter's graph, in place of its argmax."""
@@ -300,14 +303,15 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
 
 
-def _bring_tree_attention(runner: Any) -> None:
-    """Give Triton's backend, where it runs the verify, the kernel for trees. runner: SGLang's ModelRunner."""
+def _bring_verify_attention(runner: Any) -> None:
+    """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel. runner: SGLang's ModelRunner."""
     backend, pool = runner.attn_backend, runner.token_to_kv_pool
     if hasattr(backend, "_select_backend"):  # one backend for prefill and verify, another for decoding
         backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
     if not isinstance(backend, TritonAttnBackend):
         return
     if serves(pool.head_dim, pool.v_head_dim, pool.dtype):
-        backend.tree_verify_fwd = verify_attention
+        backend.target_verify_fwd = VerifyAttention(runner.device)
     else:
-        logger.warning("Heads of %d (%s): SGLang's general kernel verifies trees.", pool.head_dim, pool.dtype)
+        kind = "drafter" if runner.is_draft_worker else "target"
+        logger.warning("%s: heads of %d (%s) take SGLang's general attention kernel", kind, pool.head_dim, pool.dtype)

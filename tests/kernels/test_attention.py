@@ -1,4 +1,4 @@
-"""The verify attention equals a plain softmax over each node's prefix and ancestors, on random trees and prefixes.
+"""The verify attention equals a plain softmax over what a token sees, on random trees, whole blocks and prefixes.
 
 Tolerances, of the norm: fp32 products are exact to rounding (1e-5); fp16 and bf16 round each weight before the product
 with the values (2e-3, 1e-2).
@@ -23,7 +23,15 @@ def reference(query: Any, keys: Any, values: Any, allowed: Any, scale: float) ->
 
 
 def run(
-    prefixes: list[int], budget: int, heads: int, kv_heads: int, dim: int, dtype: Any, drop_mask: bool = False
+    prefixes: list[int],
+    budget: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: Any,
+    drop_mask: bool = False,
+    is_block: bool = False,
+    tiling: attention.Tiling | None = None,
 ) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(sum(prefixes) + budget)
     batch, width = len(prefixes), budget + 1
@@ -43,14 +51,18 @@ def run(
     written = torch.ones_like(ancestors).tril() if drop_mask else ancestors
     mask = TWIN.verify_mask(written, lens, sum(prefixes)).to(torch.uint8)
     mask_indptr = torch.tensor([0, *(width * (lens + width)).cumsum(0).tolist()])
-    output = torch.full((batch * width, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
-    tensors = (query, key_pool, value_pool, indptr, prefix_slots, node_slots, mask, mask_indptr)
-    attention.verify_attention(*(each.to(DEVICE) for each in tensors), dim**-0.5, width, output)
+    output = torch.empty((batch * width, heads, dim), dtype=dtype, device=DEVICE)
+    tensors = (query, key_pool, value_pool, indptr, prefix_slots, node_slots)
+    masks = (None, None) if is_block else (mask.to(DEVICE), mask_indptr.to(DEVICE))
+    attend = attention.VerifyAttention(DEVICE, tiling)
+    for _ in range(2):  # a call leaves the next one what it found
+        attend(*(each.to(DEVICE) for each in tensors), *masks, dim**-0.5, width, output.fill_(float("nan")))
 
     expected = []
     for at, prefix in enumerate(prefixes):
         used = torch.cat([prefix_slots[indptr[at] : indptr[at + 1]], node_slots[at * width :][:width]])
-        allowed = torch.cat([torch.ones(width, prefix, dtype=torch.bool), ancestors[at]], dim=1)
+        seen = torch.ones_like(ancestors[at]) if is_block else ancestors[at]
+        allowed = torch.cat([torch.ones(width, prefix, dtype=torch.bool), seen], dim=1)
         part = query[at * width :][:width]
         expected.append(reference(part, key_pool[used], value_pool[used], allowed, dim**-0.5))
     return output.cpu().double(), torch.cat(expected)
@@ -83,21 +95,51 @@ def test_attention_equals_a_plain_softmax(
     assert error(got, expected) < tolerance
 
 
+@pytest.mark.parametrize("prefixes,budget,heads,kv_heads,dim", CASES)
+def test_without_a_mask_every_token_sees_its_whole_block(
+    prefixes: list[int], budget: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    got, expected = run(prefixes, budget, heads, kv_heads, dim, torch.float32, is_block=True)
+    assert error(got, expected) < 1e-5
+
+
 def test_a_dropped_mask_would_be_noticed() -> None:
     got, expected = run([40], 20, 2, 1, 16, torch.float32, drop_mask=True)
     assert error(got, expected) > 0.05
 
 
-@pytest.mark.parametrize("parts", [1, 2, 16])
-def test_the_number_of_parts_does_not_change_the_result(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "parts_for", lambda batch, tiles: parts)
-    got, expected = run([150, 2], 9, 2, 1, 16, torch.float32)
+# rows, keys and least tiles of a part; parts
+CUTS = [
+    (64, 64, 1, 1),
+    (64, 64, 1, 2),
+    (64, 64, 1, 16),
+    (16, 32, 1, 16),
+    (16, 32, 3, 4),
+    (64, 16, 2, 4),
+    (128, 64, 9, 8),
+]
+
+
+@pytest.mark.parametrize("rows,keys,part_tiles,parts", CUTS)
+def test_the_cut_does_not_change_the_result(
+    rows: int, keys: int, part_tiles: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "parts_for", lambda blocks, programs: parts)
+    tiling = attention.Tiling(rows, keys, 4, 2, part_tiles)
+    got, expected = run([150, 2, 0], 19, 4, 2, 16, torch.float32, tiling=tiling)
     assert error(got, expected) < 1e-5
 
 
-@pytest.mark.parametrize("batch,tiles,parts", [(1, 40, 8), (1, 1, 16), (4, 40, 2), (32, 40, 1), (2, 1000, 1)])
-def test_parts_fill_a_gpu_and_no_more(batch: int, tiles: int, parts: int) -> None:
-    assert attention.parts_for(batch, tiles) == parts
+@pytest.mark.parametrize("blocks,parts", [(1, 16), (8, 16), (33, 8), (132, 2), (133, 1), (264, 1), (5000, 1)])
+def test_parts_fill_a_gpu_and_no_more(blocks: int, parts: int) -> None:
+    assert attention.parts_for(blocks, 264) == parts
+
+
+@pytest.mark.parametrize(
+    "batch,rows,tile", [(1, 64, 16), (2, 64, 16), (4, 64, 32), (1, 256, 32), (8, 64, 64), (2, 256, 64), (32, 256, 64)]
+)
+def test_the_fewer_rows_a_batch_has_the_finer_they_are_cut(batch: int, rows: int, tile: int) -> None:
+    assert attention.tiling_for(batch, rows, kv_heads=8).rows == tile
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from ddtree_appliance.ddtree import kernels  # noqa: E402
-from ddtree_appliance.ddtree.fused.attention import TILING  # noqa: E402
 from ddtree_appliance.ddtree.kernel_times import Attention, Inputs, Sizes  # noqa: E402
 
 # Shared memory that one program may have, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -101,15 +100,15 @@ def inputs() -> Inputs:
 def launches(inputs: Inputs) -> Launches:
     """Of the steps and of the verify attention, one request and many."""
     with recorded() as found:
-        for batch, budget in ((1, 64), (8, 16)):
+        for batch, budget in ((1, 64), (1, 15), (8, 16)):
             for call in inputs.steps(kernels.fused(), batch, budget).values():
                 call()
-            Attention(inputs, batch, budget, 50).ours(TILING)()
+            Attention(inputs, batch, budget, 50).ours()()
     return found
 
 
 KERNELS = [
-    "_accept", "_attend_part", "_build_tree", "_chunk_candidates", "_chunk_statistics", "_combine_parts",
+    "_accept", "_attend", "_build_tree", "_chunk_candidates", "_chunk_statistics",
     "_decode_keys", "_gather_rows", "_mark_ancestors", "_merge_keys", "_move_rows", "_race_blocks", "_row_normaliser",
     "_settle", "_write_mask",
 ]  # fmt: skip
@@ -130,7 +129,7 @@ def test_a_kernel_compiles_and_fits(name: str, capability: int, launches: Launch
 
 # Captured in graphs for every batch size, when the server starts.
 IN_GRAPHS = {
-    *("_attend_part", "_combine_parts"),
+    "_attend",
     *("_chunk_candidates", "_chunk_statistics", "_decode_keys", "_merge_keys", "_row_normaliser"),
 }
 
@@ -166,7 +165,7 @@ def test_a_variant_would_be_noticed(inputs: Inputs) -> None:
 
 
 def test_a_kernel_that_does_not_fit_would_be_noticed(launches: Launches) -> None:
-    launch = launches["_attend_part"][0]
+    launch = launches["_attend"][0]
     wide = tuple((name, 512 if name == "KEYS" else value) for name, value in launch.constants)
     kernel = Launch(launch.kernel, launch.signature, wide, launch.aligned, launch.options).compiled(120)
     assert kernel.metadata.shared > SHARED_MEMORY[120]

@@ -23,16 +23,19 @@ def test_tritons_backend_gets_the_tree_kernel_where_the_heads_fit(
 
     worker = import_sglang("ddtree_appliance.ddtree.worker")
     backend = object.__new__(worker.TritonAttnBackend)
-    backend.tree_verify_fwd = None
+    backend.target_verify_fwd = None
     outer = SimpleNamespace(_select_backend=lambda mode: backend if mode.is_target_verify() else None)
     pool = SimpleNamespace(head_dim=head_dim, v_head_dim=head_dim, dtype=getattr(torch, dtype))
-    worker._bring_tree_attention(SimpleNamespace(attn_backend=outer if is_hybrid else backend, token_to_kv_pool=pool))
-    assert (backend.tree_verify_fwd is worker.verify_attention) is given
-    assert ("general kernel" in caplog.text) is not given
+    attn_backend = outer if is_hybrid else backend
+    worker._bring_verify_attention(
+        SimpleNamespace(attn_backend=attn_backend, token_to_kv_pool=pool, device="cpu", is_draft_worker=False)
+    )
+    assert isinstance(backend.target_verify_fwd, worker.VerifyAttention) is given
+    assert ("general attention kernel" in caplog.text) is not given
 
 
 def test_another_backend_is_left_as_it_is() -> None:
     worker = import_sglang("ddtree_appliance.ddtree.worker")
     other = SimpleNamespace()
-    worker._bring_tree_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None))
+    worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None))
     assert vars(other) == {}

@@ -76,7 +76,8 @@ class Penalties:
             ]
             if cells:
                 where = from_host(cells, torch.int64, device)
-                stops[where[:, 0], where[:, 1]] = True
+                # A number assigned through indices is copied from the host, which waits.
+                stops.index_put_((where[:, 0], where[:, 1]), torch.ones_like(where[:, 0], dtype=torch.bool))
         frequency, presence, repetition = (column.view(-1, 1, 1) for column in coefficients.unbind(1))
         rows, min_new_tokens, prompt_lens = numbers.unbind(1)
         return cls(rows, frequency, presence, repetition, min_new_tokens.unsqueeze(1), prompt_lens.unsqueeze(1), stops)
@@ -153,7 +154,7 @@ class OutputCounts:
 
     def start(self, slots: torch.Tensor, outputs: Sequence[Sequence[int]], first: torch.Tensor) -> None:
         """Begin after a prefill. slots: [r] int64; outputs: what a retracted request had put out; first: [r]."""
-        self._counts[slots] = 0
+        self._counts.index_fill_(0, slots, 0)
         cells = [[row, token] for row, tokens in enumerate(outputs) for token in tokens]
         if cells:
             where = from_host(cells, torch.int64, self._counts.device)

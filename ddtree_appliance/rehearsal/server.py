@@ -30,6 +30,7 @@ TARGET = MODELS / "target"
 DRAFTER = MODELS / "dflash"
 START_LIMIT_S = 300.0
 FLUSH_LIMIT_S = 60.0
+DEATH_LIMIT_S = 5.0
 STREAM_TRIES = 8
 DEVICE_FLAGS = {
     "cpu": (
@@ -180,8 +181,20 @@ class RehearsalServer:
         return "end of its log:\n" + "\n".join(text[-lines:])
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> requests.Response:
-        """POST JSON; the response, whatever its status. Safe to call from several threads."""
-        return requests.post(self.url + path, json=body, timeout=(10.0, timeout_s))
+        """POST JSON; the response, whatever its status. Safe to call from several threads.
+
+        Raises ApplianceError with the end of the log if the server dies instead of answering.
+        """
+        try:
+            return requests.post(self.url + path, json=body, timeout=(10.0, timeout_s))
+        except requests.ConnectionError as error:
+            if self._process is None:
+                raise
+            try:
+                status = self._process.wait(DEATH_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise error from None
+            raise ApplianceError(f"the server exited with {status} instead of an answer", self.log_tail(60)) from error
 
     def get(self, path: str, timeout_s: float = 60.0) -> requests.Response:
         """GET; the response, whatever its status."""

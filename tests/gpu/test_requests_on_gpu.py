@@ -154,7 +154,8 @@ def test_log_probabilities_are_those_of_plain_decoding(name: str, servers: dict[
         assert [token for _, token, _ in other["meta_info"]["output_token_logprobs"]] == other["output_ids"]
         if one["output_ids"] == other["output_ids"]:
             lengths = [
-                {k: len(v or []) for k, v in each["meta_info"].items() if "logprobs" in k} for each in (one, other)
+                {key: len(rows or []) for key, rows in each["meta_info"].items() if key.endswith("_logprobs")}
+                for each in (one, other)
             ]
             assert lengths[0] == lengths[1]
         for (expected, token, _), (got, other_token, _) in zip(

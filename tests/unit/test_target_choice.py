@@ -65,3 +65,16 @@ def test_draws_are_made_while_a_request_samples(asked: list[dict[str, float]], f
     assert torch.equal(chosen[0], logits.view(2, WIDTH, -1)[0].argmax(-1))
     if not is_drawn:
         assert torch.equal(chosen[1], logits.view(2, WIDTH, -1)[1].argmax(-1))
+
+
+def test_a_warm_up_draws_with_filters_and_without() -> None:
+    drawn: list[Any] = []
+    module = import_sglang("ddtree_appliance.ddtree.target_choice")
+    spy = replace(TORCH, sample_nodes=lambda *args: drawn.append(args))
+    module.TargetChoice(spy, 3, 4, VOCABULARY).warm_up(WIDTH, "cpu")
+    assert [sampling.is_filtered for *_, sampling in drawn] == [False, True]
+    for logits, depths, prefix_lens, max_depth, sampling in drawn:
+        assert logits.shape == (1, WIDTH, VOCABULARY) and depths.shape == (1, WIDTH) and max_depth == 3
+        assert TORCH.sample_nodes(logits, depths, prefix_lens, max_depth, sampling).shape == (1, WIDTH)
+        # A greedy request would leave the search for a kept winner out.
+        assert (sampling.top_ks > 1).all()

@@ -26,12 +26,13 @@ def test_n_requests_are_in_flight_and_every_prompt_is_sent_once(concurrency: int
 
 
 def test_an_answer_has_the_steps_and_the_time_after_its_first_token() -> None:
-    with FakeServer(accepted=3, delay_s=0.05).serving() as fake:
+    with FakeServer(accepted=3, delay_s=0.4).serving() as fake:
         load = run_load(fake.url, "x", ["text"], 4, SAMPLING)
     (answer,) = load.answers
     assert fake.prompts == ["text"]
     assert (len(answer.tokens), answer.verify_steps, answer.correct_drafts) == (16, 5, 10)
-    assert answer.decode_s >= 0.05
+    # On a busy machine the client is late to read the first token.
+    assert answer.decode_s >= 0.2
     assert 0 < answer.first_s < load.wall_s - answer.decode_s
 
 

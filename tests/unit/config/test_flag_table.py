@@ -55,6 +55,8 @@ def meant(flag: Flag, value: Any, read_size: Callable[[str], int]) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     if flag.type == "size":
         return read_size(str(value))
+    if flag.type == "float":  # a whole number beyond 2**53 is rounded, as every parser of floats does
+        return [float(each) for each in value] if isinstance(value, list) else float(value)
     return value
 
 

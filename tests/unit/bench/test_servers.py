@@ -116,7 +116,11 @@ def test_a_command_holds_the_conditions_and_the_operators_flags_come_last() -> N
     line = " ".join(command)
     for part in (
         *("-m ddtree_appliance launch -- --model-path /t", "--port 1234", "--device cuda", "--dtype bfloat16"),
-        *("--attention-backend triton", "--disable-prefill-cuda-graph", "--cuda-graph-bs-decode 1 32"),
+        *(
+            "--attention-backend triton",
+            "--cuda-graph-bs-prefill 128 256 512 1024 2048 4096",
+            "--cuda-graph-bs-decode 1 32",
+        ),
         *("--max-running-requests 32", "--disable-radix-cache", "--sleep-on-idle", "--speculative-ddtree-budget 64"),
     ):
         assert part in line

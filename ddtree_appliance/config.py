@@ -181,7 +181,9 @@ class DDTreeConfig(_Section):
     """The draft tree."""
 
     budget: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = Field(
-        32, description="Node budget: draft nodes per request and verify step."
+        31,
+        description="Node budget: draft nodes per request and verify step."
+        " Best one less than a multiple of 16: 15, 31, 63.",
     )
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] = Field(16, description="Candidate tokens per position.")
     block_size: Annotated[int, Field(ge=2, le=256)] | None = Field(

@@ -18,7 +18,7 @@ ALGORITHMS: dict[str, Algorithm] = {"none": "none", "dflash": "DFLASH", "ddtree"
 _OWN_KEYS: dict[Algorithm, tuple[str, ...]] = {"none": (), "DFLASH": ("block",), "DDTREE": ("budget", "topk")}
 _COMMON_KEYS = ("backend", "arg", "name")
 _UPPER_LIMITS = {"budget": MAX_BUDGET, "topk": MAX_TOPK, "block": 64}
-DEFAULT_VARIANTS = ("none", "dflash", "dflash:block=8", *(f"ddtree:budget={n}" for n in (8, 16, 32, 64, 128)))
+DEFAULT_VARIANTS = ("none", "dflash", "dflash:block=8", *(f"ddtree:budget={n}" for n in (7, 15, 31, 63, 127)))
 EXAMPLE = "for example none, dflash:block=8, ddtree:budget=64,topk=16,backend=triton"
 
 

@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
         dest="variants",
         metavar="SPEC",
         help="none, dflash[:block=N], ddtree:budget=N[,topk=K], each also backend=B, arg=ARG, name=LABEL; repeatable."
-        " none and dflash are always there. Default: also dflash:block=8 and budgets 8, 16, 32, 64, 128",
+        " none and dflash are always there. Default: also dflash:block=8 and budgets 7, 15, 31, 63, 127",
     )
     pair.add_argument(
         "--server-arg",

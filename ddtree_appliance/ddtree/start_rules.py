@@ -14,7 +14,8 @@ from typing import Any
 
 from ddtree_appliance.ddtree.limits import MAX_BUDGET, MAX_TOPK
 
-DEFAULT_BUDGET = 32
+# With the root a whole number of the tiles that matrix products have on a GPU.
+DEFAULT_BUDGET = 31
 DEFAULT_TOPK = 16
 # Attention backends that verify a tree with its mask, by device type.
 TREE_BACKENDS = {"cpu": ("torch_native",), "cuda": ("triton", "flashinfer")}

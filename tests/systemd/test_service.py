@@ -148,7 +148,7 @@ def test_the_sidecar_tells_state_and_versions_without_a_key(service: Service) ->
     service.wait_for("ready", 20)
     version = json.loads(service.get(f"{HEALTH}/version")[1])
     assert version["sglang_version"].startswith("0.5.17+ddtree.") and version["patchset_verified"] is True
-    assert version["image"] == "localhost/ddtree-sglang:rehearsal" and version["budget"] == 32
+    assert version["image"] == "localhost/ddtree-sglang:rehearsal" and version["budget"] == 31
     assert "ddtree_engine_ready 1.0" in service.get(f"{HEALTH}/metrics")[1]
 
 

@@ -141,18 +141,20 @@ def check_patched() -> None:
 
 
 def keep_ports(server_args: Any) -> None:
-    """Keep the ports that SGLang will listen on, once weights are loaded, from everyone else. Raises HostError.
+    """Keep the ports that SGLang will listen on, once weights are loaded, from connections and most others.
 
     SGLang itself finds out minutes later: a taken HTTP port leaves it waiting for its own warm-up, and the port that it
-    has chosen for the ranks' rendezvous and let go may have become a connection's.
+    has chosen for the ranks' rendezvous and let go may have become a connection's. Only another server that is loading
+    for the same port is not seen. Raises HostError for a port that is taken.
     """
     address, port = server_args.host.strip("[]"), server_args.port
     try:
         reserve_port(address, port)
     except OSError as error:
         raise not_free(address, port, error) from error
-    if server_args.nccl_port is None:
-        server_args.override("ddtree-appliance launch", nccl_port=reserve_port())
+    # Data-parallel replicas need one each, and draw it themselves.
+    if server_args.nccl_port is None and server_args.dp_size == 1:
+        server_args.override("ddtree-appliance launch", nccl_port=reserve_port("0.0.0.0"))
 
 
 @contextmanager

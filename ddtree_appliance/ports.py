@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from ddtree_appliance.errors import HostError
@@ -14,8 +15,10 @@ def bound_socket(address: str, port: int) -> socket.socket:
     )[0]
     bound = socket.socket(family, kind, protocol)
     try:
-        # As servers do: a connection of the last start that is still closing does not count.
+        # As servers do: a closing connection of the last start does not count, and "::" leaves IPv4 alone.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(where)
     except BaseException:
         bound.close()
@@ -38,6 +41,9 @@ def reserve_port(address: str = "127.0.0.1", port: int = 0) -> int:
 
 def not_free(address: str, port: int, error: OSError) -> HostError:
     """What to tell the operator when `bound_socket` or `reserve_port` failed."""
+    if error.errno == errno.EADDRINUSE:
+        hint = f"stop what listens there: ss -ltnp sport = :{port}"
+        return HostError(f"port {port} on {address} is not free: {error.strerror}", hint)
     return HostError(
-        f"port {port} on {address} is not free: {error.strerror}", f"stop what listens there: ss -ltnp sport = :{port}"
+        f"nothing can listen on port {port} of {address}: {error.strerror}", "give an address of this host, and a port"
     )

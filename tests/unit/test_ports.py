@@ -42,6 +42,7 @@ class ServerArgs:
     host: str
     port: int
     nccl_port: int | None = None
+    dp_size: int = 1
 
     def override(self, source: str, **fields: int) -> None:
         vars(self).update(fields)
@@ -59,10 +60,29 @@ def test_launch_keeps_the_ports_that_the_engine_will_listen_on(host: str) -> Non
             pass
 
 
-def test_launch_leaves_a_rendezvous_port_alone_that_the_operator_chose() -> None:
-    arguments = ServerArgs("127.0.0.1", reserve_port(), 1)
+@pytest.mark.parametrize(
+    "host,port,words", [("192.0.2.1", 8000, "Cannot assign requested address"), ("no.such.invalid", 8000, "")]
+)
+def test_launch_refuses_an_address_that_is_not_this_hosts(host: str, port: int, words: str) -> None:
+    with pytest.raises(HostError) as error:
+        keep_ports(ServerArgs(host, port))
+    assert error.value.message.startswith(f"nothing can listen on port {port} of {host}: {words}")
+    assert error.value.hint == "give an address of this host, and a port"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_every_ipv6_address_is_not_every_ipv4_address() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        assert reserve_port("::", port) == port
+
+
+@pytest.mark.parametrize("nccl_port,dp_size", [(1, 1), (None, 2)])
+def test_launch_chooses_no_rendezvous_port_for_others(nccl_port: int | None, dp_size: int) -> None:
+    """The operator's own, and data-parallel replicas, of which each needs one."""
+    arguments = ServerArgs("127.0.0.1", reserve_port(), nccl_port, dp_size)
     keep_ports(arguments)
-    assert arguments.nccl_port == 1
+    assert arguments.nccl_port == nccl_port
 
 
 def test_launch_refuses_a_port_that_is_taken() -> None:

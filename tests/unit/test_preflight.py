@@ -116,7 +116,7 @@ def test_a_sound_host_passes_and_says_what_it_has(bench: Bench) -> None:
         found["memory"].detail,
     ]
     assert found["folders"].detail.startswith(f"{bench.folder}/cache and {bench.folder}/tmp are writable, ")
-    assert found["memory"].detail.startswith("131600 of ")
+    assert found["memory"].detail.startswith("131584 of ")
     assert all(finding.error is None for finding in found.values())
 
 
@@ -670,7 +670,7 @@ def test_a_plan_that_does_not_fit_is_the_configurations_fault(bench: Bench) -> N
     bench.sections["engine"] |= {"context_length": 40960, "max_running_requests": 64}
     name, error = spoiled(bench, lambda bench: None)
     assert (name, type(error)) == ("memory", UsageError)
-    assert error.message.startswith("64 requests of 40960 tokens and a reserve of 66 per request need 2625664 tokens; ")
+    assert error.message.startswith("64 requests of 40960 tokens and a reserve of 64 per request need 2625536 tokens; ")
     assert "guarantee_context: false" in (error.hint or "")
 
 

@@ -19,7 +19,7 @@ _OWN_KEYS: dict[Algorithm, tuple[str, ...]] = {"none": (), "DFLASH": ("block",),
 _COMMON_KEYS = ("backend", "arg", "name")
 _UPPER_LIMITS = {"budget": MAX_BUDGET, "topk": MAX_TOPK, "block": 64}
 DEFAULT_VARIANTS = ("none", "dflash", "dflash:block=8", *(f"ddtree:budget={n}" for n in (7, 15, 31, 63, 127)))
-EXAMPLE = "for example none, dflash:block=8, ddtree:budget=64,topk=16,backend=triton"
+EXAMPLE = "for example none, dflash:block=8, ddtree:budget=63,topk=16,backend=triton"
 
 
 class Variant(BaseModel):

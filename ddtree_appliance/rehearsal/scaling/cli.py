@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ddtree_appliance.errors import ApplianceError, HostError, report
+from ddtree_appliance.rehearsal.options import positive, say
 from ddtree_appliance.rehearsal.scaling.folder import require_empty, write_pair
 from ddtree_appliance.rehearsal.scaling.models import plan_pair
 from ddtree_appliance.rehearsal.scaling.sizes import ScaleSizes
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     for field in fields(ScaleSizes):
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=_positive,
+            type=positive,
             default=field.default,
             metavar="N",
             help=f"{_SIZE_HELP[field.name]} (default: {field.default})",
@@ -53,17 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the inert weights (default: 0)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _device(name: str) -> torch.device:
@@ -80,7 +69,7 @@ def run(argv: Sequence[str] | None) -> int:
     require_empty(options.out)
     sizes = ScaleSizes(**{field.name: getattr(options, field.name) for field in fields(ScaleSizes)})
     pair = plan_pair(sizes, _DTYPES[options.dtype], _device(options.device), options.seed)
-    write_pair(options.out, pair, _say)
+    write_pair(options.out, pair, say)
     result = {
         "target": str(options.out / "target"),
         "drafter": str(options.out / "dflash"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from ddtree_appliance.errors import ApplianceError, HostError, UsageError, report
+from ddtree_appliance.rehearsal.options import positive, say
 from ddtree_appliance.rehearsal.training.corpus import build_corpus
 from ddtree_appliance.rehearsal.training.export import Pair, load_pair, write_pair
 from ddtree_appliance.rehearsal.training.model import Drafter, DrafterShape, Target, TargetShape
@@ -31,16 +31,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and samples (the split has its own)")
-    parser.add_argument("--target-steps", type=_positive, default=TargetPlan.steps, metavar="N")
-    parser.add_argument("--drafter-steps", type=_positive, default=DrafterPlan.steps, metavar="N")
+    parser.add_argument("--target-steps", type=positive, default=TargetPlan.steps, metavar="N")
+    parser.add_argument("--drafter-steps", type=positive, default=DrafterPlan.steps, metavar="N")
     parser.add_argument(
         "--batch",
-        type=_positive,
+        type=positive,
         default=TargetPlan.batch,
         metavar="N",
         help=f"sequences per target step, the drafter takes half as many (default: {TargetPlan.batch})",
     )
-    parser.add_argument("--report-prompts", type=_positive, default=24, metavar="N", help="default: 24")
+    parser.add_argument("--report-prompts", type=positive, default=24, metavar="N", help="default: 24")
     parser.add_argument(
         "--stdlib",
         type=Path,
@@ -49,17 +49,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder of the sources to train on (default: this interpreter's standard library)",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def train_pair(
@@ -74,7 +63,7 @@ def train_pair(
 ) -> Report:
     """Train, write `out` and measure what was written."""
     corpus = build_corpus(library)
-    _say(
+    say(
         f"corpus: {corpus.train_files} files, {corpus.train.size:,} tokens of {corpus.label}; "
         f"held out: {corpus.heldout_files} files, {corpus.heldout.size:,} tokens"
     )

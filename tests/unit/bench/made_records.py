@@ -18,6 +18,17 @@ SPEEDS: dict[str, tuple[float, ...]] = {
     "ddtree-8": (204.0, 214.0, 209.0),
     "ddtree-64": (300.0, 315.0, 307.5),
 }
+# Of one session's steps; all but the count in milliseconds.
+BREAKDOWN = {
+    "steps": 64,
+    "draft": 1.0,
+    "build": 0.1,
+    "verify": 4.0,
+    "accept": 0.1,
+    "commit": 0.2,
+    "gap": 0.1,
+    "step": 5.5,
+}
 ACCEPTED = {"none": 0, "dflash": 2, "dflash-b8": 2, "ddtree-8": 3, "ddtree-64": 4}
 
 

@@ -14,19 +14,9 @@ from ddtree_appliance.bench.report import markdown_table, render_report
 from ddtree_appliance.bench.results import build_results
 from ddtree_appliance.bench.store import Store
 from ddtree_appliance.bench.write import NO_PLOTS, write_results
-from tests.unit.bench.made_records import SPEEDS, VARIANTS, session, unit
+from tests.unit.bench.made_records import BREAKDOWN, SPEEDS, VARIANTS, session, unit
 
 GOLDEN = Path(__file__).parent / "golden" / "results.md"
-BREAKDOWN = {
-    "steps": 64,
-    "draft": 1.0,
-    "build": 0.1,
-    "verify": 4.0,
-    "accept": 0.1,
-    "commit": 0.2,
-    "gap": 0.1,
-    "step": 5.5,
-}
 SLOW = {**SPEEDS, "ddtree-64": (120.0, 119.0, 121.0)}
 
 

@@ -9,19 +9,9 @@ import pytest
 from ddtree_appliance.bench.results import build_results
 from ddtree_appliance.bench.statistics import ratio_of, spread_of
 from ddtree_appliance.errors import ApplianceError
-from tests.unit.bench.made_records import SPEEDS, cell, session, unit
+from tests.unit.bench.made_records import BREAKDOWN, SPEEDS, cell, session, unit
 
 ONE_SESSION = (session(0),)
-BREAKDOWN = {
-    "steps": 64,
-    "draft": 1.0,
-    "build": 0.1,
-    "verify": 4.0,
-    "accept": 0.1,
-    "commit": 0.2,
-    "gap": 0.1,
-    "step": 5.5,
-}
 
 
 @pytest.mark.parametrize(

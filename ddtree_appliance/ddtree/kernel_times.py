@@ -97,7 +97,7 @@ class Inputs:
             "candidates": lambda: table.top_candidates(hidden, self.head, sizes.topk),
             "build": lambda: table.build_trees(logprobs, ids, budget),
             "mask": lambda: table.verify_mask(trees.ancestors, prefix, 0, out=mask),
-            "argmax": lambda: torch.argmax(logits, dim=-1),
+            "argmax": lambda: table.best_tokens(logits),
             "accept": lambda: table.accept(trees, choice, run),
             "move_kv": lambda: table.move_kv(self.kv, target, source),
             "gather": lambda: table.gather_path(rows, accepted),

@@ -38,6 +38,7 @@ class Kernels:
     build_trees: Callable[[torch.Tensor, torch.Tensor, int], torch_ops.TreeBatch]
     node_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     verify_mask: VerifyMask
+    best_tokens: Callable[[torch.Tensor], torch.Tensor]
     sample_nodes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, sampling.Sampling], torch.Tensor]
     accept: Callable[[torch_ops.TreeBatch, torch.Tensor, int], torch_ops.AcceptBatch]
     path_slots: Callable[[torch.Tensor, torch_ops.AcceptBatch], tuple[torch.Tensor, torch.Tensor]]
@@ -50,6 +51,7 @@ TORCH = Kernels(
     build_trees=torch_ops.build_trees,
     node_positions=torch_ops.node_positions,
     verify_mask=torch_ops.verify_mask,
+    best_tokens=torch_ops.best_tokens,
     sample_nodes=sampling.sample_nodes,
     accept=torch_ops.accept,
     path_slots=torch_ops.path_slots,
@@ -60,13 +62,14 @@ TORCH = Kernels(
 
 def fused() -> Kernels:
     """The table of Triton kernels; what has no kernel of its own is one or two launches in torch already."""
-    from ddtree_appliance.ddtree.fused import accept, candidates, kv, sampling, trees
+    from ddtree_appliance.ddtree.fused import accept, candidates, greedy, kv, sampling, trees
 
     return replace(
         TORCH,
         top_candidates=candidates.top_candidates,
         build_trees=trees.build_trees,
         verify_mask=trees.verify_mask,
+        best_tokens=greedy.best_tokens,
         sample_nodes=sampling.sample_nodes,
         accept=accept.accept,
         move_kv=kv.move_kv,

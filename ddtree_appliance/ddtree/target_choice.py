@@ -1,7 +1,7 @@
 """The token that the target chooses after each node, once everything that a request asked for has had its say.
 
 The order is SGLang's: penalties, grammar, logit bias, custom processors, then the argmax or a draw. A batch that asks
-for none of it goes straight to the argmax.
+for none of it goes straight to the argmax, which the model's own logits answer as well as a copy in float32 does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class TargetChoice:
         self._counts: OutputCounts | None = None
         self._penalties: Penalties | None = None
 
-    def warm_up(self, width: int, device: str) -> None:
-        """Draw once, so that no sampled request waits for a kernel's compiler. width: V."""
+    def warm_up(self, width: int, device: str, dtype: torch.dtype) -> None:
+        """Choose and draw once, so that no request waits for a kernel's compiler. width: V; dtype: of the target."""
         logits = torch.zeros((1, width, self._vocabulary), device=device)
+        for kept in (torch.float32, dtype):
+            self._kernels.best_tokens(logits.to(kept))
         nodes = torch.zeros((1, width), dtype=torch.int64, device=device)
         for is_filtered in (False, True):
             asked = Sampling(
@@ -57,10 +59,23 @@ class TargetChoice:
         outputs = [batch.reqs[index].output_ids for index in asking]
         self._counts.start(batch.req_pool_indices[rows], outputs, first_tokens[rows])
 
-    def choose(self, batch: Any, trees: TreeBatch, logits: torch.Tensor, masks: NodeMasks | None) -> torch.Tensor:
-        """batch: SGLang's ScheduleBatch. logits: [b * V, vocabulary], changed in place; masks: of the grammars.
+    @staticmethod
+    def changes_or_draws(batch: Any) -> bool:
+        """Whether `choose` does more than an argmax, and so needs logits in float32. batch: SGLang's ScheduleBatch."""
+        info = batch.sampling_info
+        return bool(
+            batch.has_grammar
+            or info.logit_bias is not None
+            or info.has_custom_logit_processor
+            # SGLang's flag stays down once a sampled request has been in the batch.
+            or any(is_sampled(each.sampling_params) or asks_for_penalties(each) for each in batch.reqs)
+        )
 
-        Returns [b, V] int64.
+    def choose(self, batch: Any, trees: TreeBatch, logits: torch.Tensor, masks: NodeMasks | None) -> torch.Tensor:
+        """batch: SGLang's ScheduleBatch. masks: of the grammars.
+
+        logits: [b * V, vocabulary], changed in place; fp32 if it `changes_or_draws`, else any float type. Returns
+        [b, V] int64.
         """
         info = batch.sampling_info
         width = trees.parents.shape[1]
@@ -77,9 +92,8 @@ class TargetChoice:
         if info.has_custom_logit_processor:
             apply_processors(nodes, info, batch.reqs, trees)
         sanitize_nan_logits(logits, "DDTREE: node logits")
-        # SGLang's flag stays down once a sampled request has been in the batch.
         if not any(is_sampled(request.sampling_params) for request in batch.reqs):
-            return torch.argmax(nodes, dim=-1)
+            return self._kernels.best_tokens(nodes)
         sampling = sampling_of(info, batch.reqs)
         return self._kernels.sample_nodes(nodes, trees.depths, batch.seq_lens, self._max_depth, sampling)
 

@@ -243,6 +243,11 @@ def verify_mask(
     return out
 
 
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the most probable tokens after each node. logits: [b, V, vocabulary]. Returns [b, V] int64."""
+    return torch.argmax(logits, dim=-1)
+
+
 def accept(trees: TreeBatch, target_predict: torch.Tensor, max_run: int) -> AcceptBatch:
     """Follow the target's own choice from the root as long as the tree holds it.
 

@@ -80,7 +80,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         vocabulary = self.model_runner.model_config.vocab_size
         self._choice = TargetChoice(self.kernels, self.max_run - 1, request_slots, vocabulary)
         if self.device != "cpu":
-            self._choice.warm_up(self.verify_width, self.device)
+            self._choice.warm_up(self.verify_width, self.device, self.model_runner.model_config.dtype)
 
     def init_attention_backends(self) -> None:
         """As DFLASH; then give Triton's backend the attention kernel for trees and for drafters' blocks.
@@ -91,6 +91,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         if self.device != "cpu":
             for runner in (self.model_runner, self.draft_model_runner):
                 _bring_verify_attention(runner)
+            self._keep_logits_as_they_are()
 
     def _maybe_build_draft_sampler(self) -> DraftCandidates:
         """What the base class captures at the end of the drafter's graph, in place of its argmax."""
@@ -147,6 +148,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         verify_input = self._verify_input(batch, trees, bound[1])
         self._end("build")
         logits_output, can_run_cuda_graph = self._verify(batch, verify_input, slots[:, : self.verify_width], bound)
+        if batch.return_logprob or self._choice.changes_or_draws(batch):
+            logits_output.next_token_logits = self._float_logits(logits_output.next_token_logits, can_run_cuda_graph)
         self._end("verify")
         target_predict = self._choice.choose(batch, trees, logits_output.next_token_logits, masks)
         accepted = self._agreed(self.kernels.accept(trees, target_predict, self.max_run))
@@ -255,6 +258,28 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         return output.logits_output, output.can_run_cuda_graph
+
+    def _keep_logits_as_they_are(self) -> None:
+        """Spare the steps that only look for a maximum the copy of all logits into float32 (`_float_logits`)."""
+        processor: Any = getattr(self.model_runner.model, "logits_processor", None)
+        if hasattr(processor, "keeps_verify_dtype"):
+            # Several ranks gather their logits into buffers that this has not been tried with.
+            processor.keeps_verify_dtype = self.ps.tp_size == 1
+        else:
+            logger.warning("the target has no logits processor of SGLang's: every step copies its logits into float32")
+
+    def _float_logits(self, logits: torch.Tensor, is_from_graph: bool) -> torch.Tensor:
+        """The logits in float32, as SGLang would give them. is_from_graph: the graphs' shared buffer has room for them.
+
+        logits: [b * V, vocabulary], as the model gives them, or in float32 already.
+        """
+        if logits.dtype == torch.float32:
+            return logits
+        if not is_from_graph:
+            return logits.float()
+        rows, vocabulary = logits.shape
+        buffer: torch.Tensor = self.model_runner.graph_shared_output.get_logits_buffer(vocabulary, rows=rows)
+        return buffer.copy_(logits)
 
     def _agreed(self, accepted: AcceptBatch) -> AcceptBatch:
         """Rank 0's, on every rank: rounding may differ between ranks, and lengths that part end in a deadlock."""

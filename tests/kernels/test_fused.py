@@ -137,6 +137,29 @@ def test_the_move_of_overlapping_rows_equals_its_twin(dtype: str, heads: int, si
         assert not torch.equal(one.cpu(), old)
 
 
+# 20,000 tokens: several blocks, the last one short.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("vocabulary", [1, 100, 20_000])
+def test_the_best_tokens_equal_their_twin(vocabulary: int, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, vocabulary, generator=generator).to(getattr(torch, dtype))
+    logits[0, 1] = 1.0
+    logits[0, 2] = -INF
+    logits[1, 0, vocabulary // 2 :] = logits.max() + 1
+    logits[1, 1, vocabulary // 3] = INF
+    assert_same(FUSED.best_tokens(*on_device(logits)), TWIN.best_tokens(logits), "best tokens")
+    unpadded = logits[..., : vocabulary - vocabulary // 3]
+    got = FUSED.best_tokens(logits.to(DEVICE)[..., : unpadded.shape[-1]])
+    assert_same(got, TWIN.best_tokens(unpadded), "best tokens of a padded vocabulary")
+
+
+@pytest.mark.parametrize("place", [0, 9000, 19_999])
+def test_what_is_no_number_is_found_as_the_twin_finds_it(place: int) -> None:
+    logits = torch.zeros(1, 2, 20_000)
+    logits[0, 1, place] = float("nan")
+    assert_same(FUSED.best_tokens(*on_device(logits)), TWIN.best_tokens(logits), "best tokens")
+
+
 def check_candidates(hidden: Any, weight: Any, topk: int, shards: int = 1) -> None:
     expected_values, expected_ids = TWIN.top_candidates(hidden, HeadShard.whole(weight), topk)
     for values, ids in run_shards(hidden, weight, topk, shards):

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from ddtree_appliance.ddtree import kernels  # noqa: E402
+from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
 from ddtree_appliance.ddtree.kernel_times import Attention, Inputs, Sizes  # noqa: E402
 
 # Shared memory that one program may have, in bytes, by compute capability (CUDA C++ Programming Guide, table of
@@ -104,13 +105,19 @@ def launches(inputs: Inputs) -> Launches:
             for call in inputs.steps(kernels.fused(), batch, budget).values():
                 call()
             Attention(inputs, batch, budget, 50).ours()()
+        # One of two ranks.
+        rows = len(inputs.weight)
+        part = HeadShard(inputs.weight, 0, 2 * rows, rows, all_gather=lambda own: own.repeat(2, 1, 1))
+        kernels.fused().top_candidates(inputs.hidden[:1], part, SIZES.topk)
+        for kept in (torch.bfloat16, torch.float32):
+            kernels.fused().best_tokens(torch.empty(1, 4, SIZES.vocabulary, dtype=kept))
     return found
 
 
 KERNELS = [
-    "_accept", "_attend", "_build_tree", "_chunk_candidates", "_chunk_statistics",
-    "_decode_keys", "_gather_rows", "_mark_ancestors", "_merge_keys", "_move_rows", "_race_blocks", "_row_normaliser",
-    "_settle", "_write_mask",
+    "_accept", "_attend", "_best_chunks", "_best_of_blocks", "_best_of_row", "_build_tree", "_chunk_candidates",
+    "_chunk_statistics", "_gather_rows", "_mark_ancestors", "_merge_keys", "_move_rows", "_race_blocks",
+    "_rank_tokens", "_settle", "_write_mask",
 ]  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def test_a_kernel_compiles_and_fits(name: str, capability: int, launches: Launch
 # Captured in graphs for every batch size, when the server starts.
 IN_GRAPHS = {
     "_attend",
-    *("_chunk_candidates", "_chunk_statistics", "_decode_keys", "_merge_keys", "_row_normaliser"),
+    *("_best_chunks", "_chunk_candidates", "_chunk_statistics", "_merge_keys", "_rank_tokens"),
 }
 
 

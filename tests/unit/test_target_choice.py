@@ -67,11 +67,40 @@ def test_draws_are_made_while_a_request_samples(asked: list[dict[str, float]], f
         assert torch.equal(chosen[1], logits.view(2, WIDTH, -1)[1].argmax(-1))
 
 
+NO_CHANGE = {"has_grammar": False, "logit_bias": None, "has_custom_logit_processor": False}
+
+
+@pytest.mark.parametrize(
+    "asked,state,expected",
+    [
+        ([GREEDY, GREEDY], {}, False),
+        ([GREEDY, SAMPLED], {}, True),
+        ([GREEDY, GREEDY | {"frequency_penalty": 0.5}], {}, True),
+        ([GREEDY, GREEDY | {"repetition_penalty": 1.2}], {}, True),
+        ([GREEDY], {"has_grammar": True}, True),
+        ([GREEDY], {"logit_bias": torch.zeros(1, VOCABULARY)}, True),
+        ([GREEDY], {"has_custom_logit_processor": True}, True),
+    ],
+)
+def test_only_an_argmax_does_without_floats(
+    asked: list[dict[str, float]], state: dict[str, Any], expected: bool
+) -> None:
+    module = import_sglang("ddtree_appliance.ddtree.target_choice")
+    found = NO_CHANGE | state
+    info = SimpleNamespace(**{name: found[name] for name in ("logit_bias", "has_custom_logit_processor")})
+    batch = SimpleNamespace(reqs=requests_of(asked), has_grammar=found["has_grammar"], sampling_info=info)
+    assert module.TargetChoice.changes_or_draws(batch) is expected
+
+
 def test_a_warm_up_draws_with_filters_and_without() -> None:
     drawn: list[Any] = []
     module = import_sglang("ddtree_appliance.ddtree.target_choice")
-    spy = replace(TORCH, sample_nodes=lambda *args: drawn.append(args))
-    module.TargetChoice(spy, 3, 4, VOCABULARY).warm_up(WIDTH, "cpu")
+    searched: list[Any] = []
+    spy = replace(TORCH, sample_nodes=lambda *args: drawn.append(args), best_tokens=searched.append)
+    module.TargetChoice(spy, 3, 4, VOCABULARY).warm_up(WIDTH, "cpu", torch.bfloat16)
+    assert [(logits.shape, logits.dtype) for logits in searched] == [
+        ((1, WIDTH, VOCABULARY), dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
     assert [sampling.is_filtered for *_, sampling in drawn] == [False, True]
     for logits, depths, prefix_lens, max_depth, sampling in drawn:
         assert logits.shape == (1, WIDTH, VOCABULARY) and depths.shape == (1, WIDTH) and max_depth == 3

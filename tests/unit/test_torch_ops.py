@@ -534,6 +534,7 @@ def example_arguments(device: str) -> dict[str, tuple[Any, ...]]:
         "build_trees": (logprobs.to(device), ids.to(device), 9),
         "node_positions": (on_device.depths, torch.tensor([4, 2]).to(device)),
         "verify_mask": (on_device.ancestors, torch.tensor([4, 2]).to(device), 9),
+        "best_tokens": (torch.randn((2, 10, 30), generator=torch.Generator().manual_seed(1)).to(device),),
         "sample_nodes": (
             torch.randn(2, 10, 30, generator=generator).to(device),
             on_device.depths,
@@ -637,7 +638,9 @@ def test_reading_a_device_value_would_be_noticed(read: Callable[[Any], Any]) -> 
 # kernels
 
 
-TRITON_STEPS = {"top_candidates", "build_trees", "verify_mask", "sample_nodes", "accept", "move_kv", "gather_path"}
+TRITON_STEPS = {
+    "top_candidates", "build_trees", "verify_mask", "best_tokens", "sample_nodes", "accept", "move_kv", "gather_path",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:7"])

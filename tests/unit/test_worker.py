@@ -1,4 +1,4 @@
-"""Which attention kernel verifies trees."""
+"""Which attention kernel verifies trees, and the type that their logits have."""
 
 from types import SimpleNamespace
 
@@ -39,3 +39,65 @@ def test_another_backend_is_left_as_it_is() -> None:
     other = SimpleNamespace()
     worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None))
     assert vars(other) == {}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_one_ranks_target_keeps_its_logits_as_they_are(tp_size: int) -> None:
+    worker = object.__new__(import_sglang("ddtree_appliance.ddtree.worker").DDTreeWorker)
+    processor = SimpleNamespace(keeps_verify_dtype=False)
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(logits_processor=processor))
+    worker.ps = SimpleNamespace(tp_size=tp_size)
+    worker._keep_logits_as_they_are()
+    assert processor.keeps_verify_dtype is (tp_size == 1)
+
+
+def test_a_target_with_a_logits_processor_of_its_own_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    worker = object.__new__(import_sglang("ddtree_appliance.ddtree.worker").DDTreeWorker)
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(logits_processor=SimpleNamespace()))
+    worker._keep_logits_as_they_are()
+    assert "copies its logits" in caplog.text
+
+
+def test_logits_become_floats_in_the_graphs_own_buffer() -> None:
+    import torch
+
+    worker = object.__new__(import_sglang("ddtree_appliance.ddtree.worker").DDTreeWorker)
+    buffer = torch.zeros(8, 5)
+    asked = []
+
+    def get_logits_buffer(vocabulary: int, *, rows: int) -> torch.Tensor:
+        asked.append((vocabulary, rows))
+        return buffer[:rows]
+
+    worker.model_runner = SimpleNamespace(graph_shared_output=SimpleNamespace(get_logits_buffer=get_logits_buffer))
+    logits = torch.randn(3, 5).bfloat16()
+    inside, outside = worker._float_logits(logits, True), worker._float_logits(logits, False)
+    assert asked == [(5, 3)] and inside.data_ptr() == buffer.data_ptr() != outside.data_ptr()
+    for each in (inside, outside):
+        assert each.dtype == torch.float32 and torch.equal(each, logits.float())
+    assert worker._float_logits(inside, True) is inside
+
+
+@pytest.mark.parametrize(
+    "is_kept,is_verify,softcap,expected",
+    [
+        (True, True, None, "bfloat16"),
+        (False, True, None, "float32"),
+        (True, False, None, "float32"),
+        (True, True, 30.0, "float32"),  # computed in place afterwards, and must not round
+    ],
+)
+def test_sglang_leaves_a_plugins_verify_logits_as_they_are(
+    is_kept: bool, is_verify: bool, softcap: float | None, expected: str
+) -> None:
+    import torch
+
+    processor = object.__new__(import_sglang("sglang.srt.layers.logits_processor").LogitsProcessor)
+    state = {"vocab_size": 4, "keeps_verify_dtype": is_kept, "final_logit_softcapping": softcap}
+    processor.__dict__.update(state)
+    metadata = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify), next_token_logits_buffer=None
+    )
+    logits = torch.randn(2, 6).bfloat16()
+    got = processor._copy_logits_to_buffer(logits, metadata)
+    assert got.dtype == getattr(torch, expected) and torch.equal(got.float(), logits[:, :4].float())

@@ -11,10 +11,11 @@ from ddtree_appliance.ddtree.torch_ops import TreeBatch
 
 NO_TOKEN = tl.constexpr(tree.NO_TOKEN)
 NO_PARENT = tl.constexpr(tree.NO_PARENT)
-# A frontier entry is one int64 that sorts as best-first takes nodes, without ties: score, depth, parent, rank, slot in
-# 32 + 8 + 8 + 7 + 8 bits. The bits of a non-positive float grow as the float falls. An empty slot sorts last.
-EMPTY = tl.constexpr(2**63 - 1)
-MINUS_INFINITY_BITS = tl.constexpr(0xFF800000)
+# A frontier entry is two int32 that sort as best-first takes nodes, without ties: a score, then depth, parent, rank and
+# slot in 8 + 8 + 7 + 8 bits. Without the sign, the bits of a non-positive float grow as it falls. An empty slot sorts
+# last. Two numbers and not one of 64 bits: a warp finds the smallest int32 in one instruction.
+EMPTY = tl.constexpr(2**31 - 1)
+MINUS_INFINITY_BITS = tl.constexpr(0x7F800000)
 # Prefix lengths that are summed at once: a constant, so that every batch runs the same compiled kernel.
 REQUESTS = 128
 
@@ -25,10 +26,13 @@ def _clipped(logprob):
 
 
 @triton.jit
-def _entry(score, depth, parent, rank, slot):
-    bits = (score + 0.0).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    place = (depth.to(tl.int64) << 23) | (parent.to(tl.int64) << 15) | (rank.to(tl.int64) << 8) | slot.to(tl.int64)
-    return (bits << 31) | place
+def _bits(score):
+    return score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _place(depth, parent, rank, slot):
+    return (depth << 23) | (parent << 15) | (rank << 8) | slot
 
 
 @triton.jit
@@ -46,22 +50,22 @@ def _build_tree(logprobs, ids, token_ids, parents, depths, max_depth, topk, budg
     # entry is the next node overall.
     zero = tl.full((), 0, tl.int32)
     slots = tl.arange(0, SLOTS)
-    frontier = tl.full((SLOTS,), EMPTY, tl.int64)
-    parent_scores = tl.zeros((SLOTS,), tl.float32)
+    scores = tl.full((SLOTS,), EMPTY, tl.int32)
+    places = tl.full((SLOTS,), EMPTY, tl.int32)
+    # Of the node in each slot's entry, the bits of its parent's score, without the sign.
+    parent_scores = tl.zeros((SLOTS,), tl.int32)
     if (max_depth > 0) & (topk > 0):
-        first = _entry(_clipped(tl.load(logprobs)), zero + 1, zero, zero, zero)
-        frontier = tl.where(slots == 0, first, frontier)
+        scores = tl.where(slots == 0, _bits(_clipped(tl.load(logprobs))), scores)
+        places = tl.where(slots == 0, _place(zero + 1, zero, zero, zero), places)
 
     for node in range(1, budget + 1):
-        best = tl.min(frontier, axis=0)
-        bits = best >> 31
+        bits = tl.min(scores, axis=0)
         if bits < MINUS_INFINITY_BITS:
-            depth = ((best >> 23) & 0xFF).to(tl.int32)
-            parent = ((best >> 15) & 0xFF).to(tl.int32)
-            rank = ((best >> 8) & 0x7F).to(tl.int32)
-            slot = (best & 0xFF).to(tl.int32)
-            score = bits.to(tl.int32).to(tl.float32, bitcast=True)
-            parent_score = tl.sum(tl.where(slots == slot, parent_scores, 0.0), axis=0)
+            place = tl.min(tl.where(scores == bits, places, EMPTY), axis=0)
+            depth, parent, rank, slot = place >> 23, (place >> 15) & 0xFF, (place >> 8) & 0x7F, place & 0xFF
+            score = -bits.to(tl.float32, bitcast=True)
+            parent_bits = tl.max(tl.where(slots == slot, parent_scores, 0), axis=0)
+            parent_score = -parent_bits.to(tl.float32, bitcast=True)
             at = (depth - 1) * topk + rank
             tl.store(token_ids + row + node, tl.load(ids + at))
             tl.store(parents + row + node, parent.to(tl.int64))
@@ -69,12 +73,15 @@ def _build_tree(logprobs, ids, token_ids, parents, depths, max_depth, topk, budg
 
             has_sibling = rank + 1 < topk
             sibling_lp = _clipped(tl.load(logprobs + at + 1, mask=has_sibling, other=0.0))
-            sibling = tl.where(has_sibling, _entry(parent_score + sibling_lp, depth, parent, rank + 1, slot), EMPTY)
             has_child = depth < max_depth
             child_lp = _clipped(tl.load(logprobs + depth * topk, mask=has_child, other=0.0))
-            child = tl.where(has_child, _entry(score + child_lp, depth + 1, zero + node, zero, zero + node), EMPTY)
-            frontier = tl.where(slots == slot, sibling, tl.where(slots == node, child, frontier))
-            parent_scores = tl.where(slots == node, score, parent_scores)
+            sibling = tl.where(has_sibling, _bits(parent_score + sibling_lp), EMPTY)
+            child = tl.where(has_child, _bits(score + child_lp), EMPTY)
+            scores = tl.where(slots == slot, sibling, tl.where(slots == node, child, scores))
+            sibling_place = _place(depth, parent, rank + 1, slot)
+            child_place = _place(depth + 1, zero + node, zero, zero + node)
+            places = tl.where(slots == slot, sibling_place, tl.where(slots == node, child_place, places))
+            parent_scores = tl.where(slots == node, bits, parent_scores)
         else:
             tl.store(token_ids + row + node, NO_TOKEN)
             tl.store(parents + row + node, NO_PARENT)

@@ -34,11 +34,25 @@ class SessionRecord(_Record):
     host: dict[str, Any]
 
 
+class GpuClock(_Record):
+    """The GPU during a repeat. mhz, lowest_mhz: of its SMs; watts: None if it does not tell.
+
+    held_back: what kept the clock from being higher -> in which share of the samples.
+    """
+
+    samples: int
+    mhz: float
+    lowest_mhz: int
+    watts: float | None
+    held_back: dict[str, float]
+
+
 class Cell(_Record):
     """One variant's repeat in a unit: every prompt answered once.
 
     wall_s: first request sent to last one ended. decode_s, decode_steps: summed over the requests, from each one's
-    first token to its end. first_s: mean time to the first token. cached_tokens: prompt tokens found in a cache.
+    first token to its end. first_s: mean time to the first token. cached_tokens: prompt tokens found in a cache. clock:
+    None without a GPU, and where it was not watched.
     """
 
     variant: str
@@ -52,6 +66,7 @@ class Cell(_Record):
     correct_drafts: int
     cached_tokens: int
     breakdown_ms: dict[str, float] | None = None
+    clock: GpuClock | None = None
 
     @property
     def tok_s(self) -> float:

@@ -12,9 +12,10 @@ from ddtree_appliance.bench.step_times import PARTS
 Row = Mapping[str, Any]
 _SPEED_HEADER = (
     *("variant", "tok/s", "vs DFLASH", "vs best DFLASH", "vs none", "accept length", "step ms", "first token ms"),
-    *("equal to none", "equal to DFLASH", "equal to itself"),
+    *("equal to none", "equal to DFLASH", "equal to itself", "GPU MHz"),
 )
 _NOISE = "~"
+_CLOCK_TOLERANCE = 0.01  # of the mean clock; a smaller difference is no more than the samples' own
 _FREE_SHARE = 0.97  # the driver itself holds some of a GPU that nobody uses
 
 
@@ -109,6 +110,7 @@ def _speed_cells(row: Row) -> tuple[str, ...]:
         _number(row["step_ms"], 2),
         _number(row["first_token_ms"], 0),
         *(_equal(row, label) for label in ("none", "dflash", "itself")),
+        _number(row["gpu_mhz"], 0),
     )
 
 
@@ -142,8 +144,24 @@ def _sentences(rows: Sequence[Row], measured: Sequence[Row]) -> list[str]:
             sentences.append(f"No different from {title} within noise: {', '.join(unclear)}.")
     if cached := [f"{row['variant']} ({row['cached_tokens']})" for row in measured if row["cached_tokens"]]:
         sentences.append(f"Prompt tokens came from a prefix cache, so prefill cost less: {', '.join(cached)}.")
+    sentences += _clock_sentences(measured)
     sentences += [f"{row['variant']} refused the requests: {row['refused']}" for row in rows if row["refused"]]
     return sentences
+
+
+def _clock_sentences(measured: Sequence[Row]) -> list[str]:
+    clocks = [row for row in measured if row["gpu_mhz"] is not None]
+    if not clocks:
+        return []
+    slowest, fastest = (pick(clocks, key=lambda row: float(row["gpu_mhz"])) for pick in (min, max))
+    if slowest["gpu_mhz"] >= (1 - _CLOCK_TOLERANCE) * fastest["gpu_mhz"]:
+        return []
+    reasons = slowest["gpu_held_back"] or {"nothing that the GPU names": 1.0}
+    held = ", ".join(f"{reason} ({100 * share:.0f} % of the time)" for reason, share in reasons.items())
+    return [
+        f"The GPU's clock was not the same: {slowest['gpu_mhz']:.0f} MHz with {slowest['variant']}, held back by"
+        f" {held}, and {fastest['gpu_mhz']:.0f} with {fastest['variant']}."
+    ]
 
 
 def _breakdown(rows: Sequence[Row], plan: Plan) -> str:

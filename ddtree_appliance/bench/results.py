@@ -62,6 +62,7 @@ def unit_rows(session: SessionRecord, unit: UnitRecord, temperature: float) -> l
         if name in cells:
             row.update(_speed(name, cells, references))
             row.update(_steps(server, cells[name]))
+            row.update(_clock(cells[name]))
         row.update(_agreement(unit, name))
         row["refused"] = unit.refused.get(name)
         rows.append({**_EMPTY, **_rounded(row)})
@@ -86,7 +87,7 @@ _EMPTY: dict[str, Any] = dict.fromkeys(
         *("within_noise", "within_noise_of_none", "within_noise_of_best_dflash", "best_dflash"),
         *("accept_length", "accept_length_range", "step_ms", "step_ms_range", "first_token_ms", "breakdown_ms"),
         *("equal_to_none", "first_difference_to_none", "equal_to_dflash", "first_difference_to_dflash"),
-        *("equal_to_itself", "first_difference_to_itself"),
+        *("equal_to_itself", "first_difference_to_itself", "gpu_mhz", "gpu_lowest_mhz", "gpu_watts", "gpu_held_back"),
         *("repeats", "prompts", "tokens", "cached_tokens", "session", "group", "started", "refused"),
     )
 )
@@ -167,6 +168,25 @@ def _steps(server: ServerRecord, cells: Sequence[Cell]) -> dict[str, Any]:
         row["accept_length_range"] = lengths.to_json()
     row["breakdown_ms"] = _breakdown(cells)
     return row
+
+
+def _clock(cells: Sequence[Cell]) -> dict[str, Any]:
+    """Over all samples of the repeats; nothing if they were not watched."""
+    clocks = [cell.clock for cell in cells if cell.clock is not None]
+    if not clocks:
+        return {}
+    samples = sum(clock.samples for clock in clocks)
+    watts = [(clock.watts, clock.samples) for clock in clocks if clock.watts is not None]
+    reasons = sorted({reason for clock in clocks for reason in clock.held_back})
+    return {
+        "gpu_mhz": sum(clock.mhz * clock.samples for clock in clocks) / samples,
+        "gpu_lowest_mhz": min(clock.lowest_mhz for clock in clocks),
+        "gpu_watts": sum(each * count for each, count in watts) / samples if len(watts) == len(clocks) else None,
+        "gpu_held_back": {
+            reason: sum(clock.held_back.get(reason, 0.0) * clock.samples for clock in clocks) / samples
+            for reason in reasons
+        },
+    }
 
 
 def _breakdown(cells: Iterable[Cell]) -> dict[str, float] | None:

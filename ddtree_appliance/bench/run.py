@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ddtree_appliance.bench.gpu_clock import gpu_watched
 from ddtree_appliance.bench.host_facts import host_facts
 from ddtree_appliance.bench.launching import pool_tokens, server_command, server_environment
 from ddtree_appliance.bench.plan import Plan
@@ -99,15 +100,25 @@ def _run_group(
         store.add_session(session)
         progress.say(f"session {number}, group {group}: {', '.join(servers)} ready after {started_s:.0f} s")
         baselines = baselines_of([record.variant for record in records.values()])
-        for concurrency in concurrencies:
-            if is_late():
-                return
-            unit = measure_unit(
-                list(servers.values()), baselines, plan, prompts, number, group, concurrency, progress.measuring
-            )
-            for name, words in unit.refused.items():
-                progress.say(f"c{concurrency} {name} refused the requests: {words}")
-            store.add_unit(unit)
+        is_watched = plan.device == "cuda" and not plan.attach  # attached servers may run anywhere
+        with gpu_watched(progress.say) if is_watched else nullcontext() as watch:
+            for concurrency in concurrencies:
+                if is_late():
+                    return
+                unit = measure_unit(
+                    list(servers.values()),
+                    baselines,
+                    plan,
+                    prompts,
+                    number,
+                    group,
+                    concurrency,
+                    progress.measuring,
+                    watch,
+                )
+                for name, words in unit.refused.items():
+                    progress.say(f"c{concurrency} {name} refused the requests: {words}")
+                store.add_unit(unit)
 
 
 def _servers(store: Store, plan: Plan, prompts: Sequence[Prompt], group: int, session: int) -> dict[str, BenchServer]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from statistics import fmean
 from typing import TypeVar
 
+from ddtree_appliance.bench.gpu_clock import ClockWatch
 from ddtree_appliance.bench.load import Load, RequestRefused, run_load, sampling_parameters, try_request
 from ddtree_appliance.bench.plan import Plan
 from ddtree_appliance.bench.prompts import Prompt
-from ddtree_appliance.bench.records import Agreement, Cell, UnitRecord
+from ddtree_appliance.bench.records import Agreement, Cell, GpuClock, UnitRecord
 from ddtree_appliance.bench.servers import BenchServer
 from ddtree_appliance.bench.step_times import StepTimesReader, mean_breakdown
 from ddtree_appliance.errors import ApplianceError
@@ -36,11 +38,12 @@ def measure_unit(
     group: int,
     concurrency: int,
     on_progress: OnProgress,
+    watch: ClockWatch | None = None,
 ) -> UnitRecord:
     """The whole unit, or an exception: nothing of an unfinished unit is returned.
 
-    baselines: "none" and "dflash" -> the server's name, where there is one. Raises ApplianceError with the variant's
-    name and the end of its server's log.
+    baselines: "none" and "dflash" -> the server's name, where there is one. watch: over the GPU's clock. Raises
+    ApplianceError with the variant's name and the end of its server's log.
     """
     started = utc_now()
     prompts = prompts[: plan.prompt_count(concurrency)]
@@ -68,9 +71,11 @@ def measure_unit(
             reader = readers.get(server.name)
             if reader is not None:
                 reader.read_new()  # of the warm-up
-            load = _load(server, prompts, concurrency, sampling)
+            with watch or nullcontext():
+                load = _load(server, prompts, concurrency, sampling)
+            clock = watch.seen() if watch is not None else None
             breakdown = mean_breakdown(reader.read_new()) if reader is not None else None
-            cell = summarise(server.name, repeat, load, breakdown)
+            cell = summarise(server.name, repeat, load, breakdown, clock)
             cells.append(cell)
             tokens.setdefault(server.name, []).append([answer.tokens for answer in load.answers])
             on_progress(f"c{concurrency} repeat {repeat + 1}/{plan.repeats} {server.name}", cell)
@@ -95,7 +100,7 @@ def _load(server: BenchServer, prompts: Sequence[Prompt], concurrency: int, samp
         raise ApplianceError(error.message, server.log_tail() or error.hint) from error
 
 
-def summarise(name: str, repeat: int, load: Load, breakdown: dict[str, float] | None) -> Cell:
+def summarise(name: str, repeat: int, load: Load, breakdown: dict[str, float] | None, clock: GpuClock | None) -> Cell:
     """The sums of one cell."""
     answers = load.answers
     return Cell(
@@ -110,6 +115,7 @@ def summarise(name: str, repeat: int, load: Load, breakdown: dict[str, float] | 
         correct_drafts=sum(answer.correct_drafts for answer in answers),
         cached_tokens=sum(answer.cached_tokens for answer in answers),
         breakdown_ms=breakdown,
+        clock=clock,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddtree_appliance.bench.records import Agreement, Cell, ServerRecord, SessionRecord, UnitRecord
+from ddtree_appliance.bench.records import Agreement, Cell, GpuClock, ServerRecord, SessionRecord, UnitRecord
 from ddtree_appliance.bench.variants import Variant, parse_variant
 
 VARIANTS = ("none", "dflash", "dflash:block=8", "ddtree:budget=8", "ddtree:budget=64")
@@ -88,11 +88,18 @@ def unit(
     speeds: Mapping[str, Sequence[float]] = SPEEDS,
     refused: Mapping[str, str] | None = None,
     breakdown: Mapping[str, float] | None = None,
+    clocks: Mapping[str, Sequence[GpuClock]] | None = None,
 ) -> UnitRecord:
+    """clocks: by variant, of each repeat."""
     refused = dict(refused or {})
     cells = [
         cell(
-            name, repeat, tok_s, ACCEPTED[name], breakdown_ms=dict(breakdown) if breakdown and "tree" in name else None
+            name,
+            repeat,
+            tok_s,
+            ACCEPTED[name],
+            breakdown_ms=dict(breakdown) if breakdown and "tree" in name else None,
+            clock=clocks[name][repeat] if clocks and name in clocks else None,
         )
         for name, values in speeds.items()
         if name not in refused

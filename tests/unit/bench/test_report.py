@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddtree_appliance.bench.plan import Plan, make_plan
+from ddtree_appliance.bench.records import GpuClock
 from ddtree_appliance.bench.report import markdown_table, render_report
 from ddtree_appliance.bench.results import build_results
 from ddtree_appliance.bench.store import Store
@@ -43,6 +44,27 @@ def test_the_best_comes_first_and_losers_are_named() -> None:
     assert order[:5] == ["ddtree-8", "dflash", "dflash-b8", "ddtree-64", "none"]
     assert "* Slower than DFLASH: dflash-b8 (0.73), ddtree-64 (0.59).\n" in text
     assert "* No different from DFLASH within noise: ddtree-8." in text
+
+
+@pytest.mark.parametrize(
+    ("mhz", "held_back", "words"),
+    [
+        (1970.0, {"power limit": 1.0}, None),
+        (
+            1900.0,
+            {"power limit": 0.75},
+            "1900 MHz with ddtree-64, held back by power limit (75 % of the time), and 1980",
+        ),
+        (1900.0, {}, "held back by nothing that the GPU names"),
+    ],
+)
+def test_a_clock_that_differs_is_told(mhz: float, held_back: dict[str, float], words: str | None) -> None:
+    full = GpuClock(samples=9, mhz=1980.0, lowest_mhz=1980, watts=600.0, held_back={})
+    slow = full.model_copy(update={"mhz": mhz, "held_back": held_back})
+    text = text_of(unit(0, 1, clocks={"dflash": [full] * 3, "ddtree-64": [slow] * 3}))
+    assert ("The GPU's clock was not the same" in text) is (words is not None)
+    assert words is None or words in text
+    assert f" {mhz:.0f} |" in text
 
 
 def test_what_is_missing_is_said() -> None:

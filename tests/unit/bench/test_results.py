@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ddtree_appliance.bench.records import GpuClock
 from ddtree_appliance.bench.results import build_results
 from ddtree_appliance.bench.statistics import ratio_of, spread_of
 from ddtree_appliance.errors import ApplianceError
@@ -77,7 +78,21 @@ def test_a_row_says_what_was_measured() -> None:
         **{"equal_to_dflash": 0.875, "first_difference_to_dflash": 61.5},
         **{"equal_to_itself": 1.0, "first_difference_to_itself": None},
         **{"session": 0, "group": 0, "started": "2026-11-29T22:01:00+00:00", "refused": None},
+        **{"gpu_mhz": None, "gpu_lowest_mhz": None, "gpu_watts": None, "gpu_held_back": None},
     }
+
+
+def test_a_row_has_the_clock_of_all_samples() -> None:
+    clocks = [
+        GpuClock(samples=1, mhz=1980.0, lowest_mhz=1980, watts=600.0, held_back={}),
+        GpuClock(samples=2, mhz=1950.0, lowest_mhz=1920, watts=690.0, held_back={"power limit": 0.5}),
+        GpuClock(samples=1, mhz=1900.0, lowest_mhz=1900, watts=700.0, held_back={"power limit": 1.0}),
+    ]
+    row = rows(unit(0, 4, clocks={"ddtree-64": clocks}))[0, 4, "ddtree-64"]
+    assert (row["gpu_mhz"], row["gpu_lowest_mhz"], row["gpu_watts"]) == (1945.0, 1900, 670.0)
+    assert row["gpu_held_back"] == {"power limit": 0.5}
+    silent = [clocks[0], clocks[1].model_copy(update={"watts": None}), clocks[2]]
+    assert rows(unit(0, 4, clocks={"ddtree-64": silent}))[0, 4, "ddtree-64"]["gpu_watts"] is None
 
 
 def test_baselines_and_chains_have_their_own_values() -> None:

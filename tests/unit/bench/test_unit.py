@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_appliance.bench.gpu_clock import ClockWatch, Sample
 from ddtree_appliance.bench.plan import Plan, make_plan
 from ddtree_appliance.bench.prompts import Prompt
-from ddtree_appliance.bench.records import Agreement, Cell, UnitRecord
+from ddtree_appliance.bench.records import Agreement, Cell, GpuClock, UnitRecord
 from ddtree_appliance.bench.servers import BenchServer
 from ddtree_appliance.bench.unit import compare_tokens, measure_unit, rotated
 from ddtree_appliance.errors import ApplianceError
@@ -112,6 +113,33 @@ def test_a_unit_that_fails_half_way_is_an_error_not_a_unit() -> None:
             servers, BASELINES, plan(), PROMPTS, 0, 0, 2, lambda what, cell: seen.append(cell) if cell else None
         )
     assert len(seen) == 4
+
+
+class FakeWatch(ClockWatch):
+    """Counts the repeats that are under way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Sample(1980, None, ()))
+        self.begun = self.ended = 0
+
+    def __enter__(self) -> FakeWatch:
+        self.begun += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended += 1
+
+    def seen(self) -> GpuClock | None:
+        assert self.begun == self.ended
+        return GpuClock(samples=1, mhz=float(self.begun), lowest_mhz=1, watts=None, held_back={})
+
+
+def test_the_clock_is_watched_in_every_repeat_and_not_in_the_warm_up() -> None:
+    watch = FakeWatch()
+    with serving(three()) as servers:
+        unit = measure_unit(servers, BASELINES, plan(), PROMPTS, 0, 0, 2, lambda what, cell: None, watch)
+    assert [cell.clock.mhz for cell in unit.cells if cell.clock] == [float(count) for count in range(1, 10)]
+    assert watch.ended == 9
 
 
 def test_step_times_are_the_cells_own_without_the_warm_up(tmp_path: Path) -> None:

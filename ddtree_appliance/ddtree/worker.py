@@ -269,14 +269,15 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             logger.warning("the target has no logits processor of SGLang's: every step copies its logits into float32")
 
     def _float_logits(self, logits: torch.Tensor, is_from_graph: bool) -> torch.Tensor:
-        """The logits in float32, as SGLang would give them. is_from_graph: the graphs' shared buffer has room for them.
+        """The logits in float32, contiguous: SGLang's grammar kernel takes a row's length for its stride.
 
-        logits: [b * V, vocabulary], as the model gives them, or in float32 already.
+        logits: [b * V, vocabulary], as the model gives them, perhaps the first columns of a padded vocabulary's;
+        is_from_graph: the graphs' shared buffer has room for them.
         """
-        if logits.dtype == torch.float32:
+        if logits.dtype == torch.float32 and logits.is_contiguous():
             return logits
         if not is_from_graph:
-            return logits.float()
+            return logits.float().contiguous()
         rows, vocabulary = logits.shape
         buffer: torch.Tensor = self.model_runner.graph_shared_output.get_logits_buffer(vocabulary, rows=rows)
         return buffer.copy_(logits)

@@ -1,6 +1,8 @@
 """Which attention kernel verifies trees, and the type that their logits have."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,7 +60,10 @@ def test_a_target_with_a_logits_processor_of_its_own_is_told_of(caplog: pytest.L
     assert "copies its logits" in caplog.text
 
 
-def test_logits_become_floats_in_the_graphs_own_buffer() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("columns", [5, 8])
+def test_logits_become_floats_in_the_graphs_own_buffer(columns: int, dtype: str) -> None:
+    """Of a padded vocabulary too."""
     import torch
 
     worker = object.__new__(import_sglang("ddtree_appliance.ddtree.worker").DDTreeWorker)
@@ -70,12 +75,14 @@ def test_logits_become_floats_in_the_graphs_own_buffer() -> None:
         return buffer[:rows]
 
     worker.model_runner = SimpleNamespace(graph_shared_output=SimpleNamespace(get_logits_buffer=get_logits_buffer))
-    logits = torch.randn(3, 5).bfloat16()
+    logits = torch.randn(3, columns).to(getattr(torch, dtype))[:, :5]
     inside, outside = worker._float_logits(logits, True), worker._float_logits(logits, False)
-    assert asked == [(5, 3)] and inside.data_ptr() == buffer.data_ptr() != outside.data_ptr()
     for each in (inside, outside):
-        assert each.dtype == torch.float32 and torch.equal(each, logits.float())
-    assert worker._float_logits(inside, True) is inside
+        assert each.dtype == torch.float32 and each.is_contiguous() and torch.equal(each, logits.float())
+    if dtype == "float32" and columns == 5:
+        assert inside is outside is logits and not asked
+    else:
+        assert asked == [(5, 3)] and inside.data_ptr() == buffer.data_ptr() != outside.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,14 @@ def test_logits_become_floats_in_the_graphs_own_buffer() -> None:
 def test_sglang_leaves_a_plugins_verify_logits_as_they_are(
     is_kept: bool, is_verify: bool, softcap: float | None, expected: str
 ) -> None:
+    got, logits = verify_logits(is_kept, is_verify, softcap)
+    import torch
+
+    assert got.dtype == getattr(torch, expected) and torch.equal(got.float(), logits[:, :4].float())
+
+
+def verify_logits(is_kept: bool, is_verify: bool, softcap: float | None) -> tuple[Any, Any]:
+    """What SGLang makes of random logits of a padded vocabulary, and these."""
     import torch
 
     processor = object.__new__(import_sglang("sglang.srt.layers.logits_processor").LogitsProcessor)
@@ -99,5 +114,18 @@ def test_sglang_leaves_a_plugins_verify_logits_as_they_are(
         forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify), next_token_logits_buffer=None
     )
     logits = torch.randn(2, 6).bfloat16()
-    got = processor._copy_logits_to_buffer(logits, metadata)
-    assert got.dtype == getattr(torch, expected) and torch.equal(got.float(), logits[:, :4].float())
+    return processor._copy_logits_to_buffer(logits, metadata), logits
+
+
+def test_a_graph_does_not_own_the_logits_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    # The real module refuses to be imported without a GPU.
+    weak = ModuleType("sglang.srt.compilation.weak_ref_tensor")
+    weak.__dict__["weak_ref_tensors"] = lambda logits: seen.append(logits) or "a weak reference"
+    import_sglang("sglang.srt.layers.logits_processor")
+    monkeypatch.setitem(sys.modules, weak.__name__, weak)
+    monkeypatch.setattr("sglang.srt.model_executor.runner_utils.get_is_capture_mode", lambda: True)
+    got, logits = verify_logits(is_kept=True, is_verify=True, softcap=None)
+    assert got == "a weak reference"
+    assert [each.data_ptr() for each in seen] == [logits.data_ptr()]
+    assert not isinstance(verify_logits(is_kept=False, is_verify=True, softcap=None)[0], str)

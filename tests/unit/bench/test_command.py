@@ -149,7 +149,9 @@ def test_a_server_that_is_not_what_was_asked_for_is_refused(
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_servers_and_exits_130(signum: signal.Signals, options: list[str], tmp_path: Path) -> None:
     program = (
-        "import sys; from ddtree_appliance.bench import run; from tests.unit.bench.test_command import fake_command;"
+        # A shell that runs this in the background has had SIGINT ignored, and children inherit that.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from ddtree_appliance.bench import run; from tests.unit.bench.test_command import fake_command;"
         "run.server_command = fake_command; from ddtree_appliance.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, *options, "--server-arg=--delay-s", "--server-arg=30"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,9 @@ REMEDIES = {
 }
 
 
-def see_gpus() -> tuple[Driver, list[Gpu]]:
-    """The driver and every visible GPU in PCI order. Raises HostError with NVML's own words and a remedy."""
+@contextmanager
+def open_nvml() -> Iterator[Any]:
+    """pynvml, with NVML open inside `with`. Raises HostError if it does not start: NVML's own words and a remedy."""
     try:
         import pynvml
     except ImportError as error:
@@ -65,15 +67,22 @@ def see_gpus() -> tuple[Driver, list[Gpu]]:
     except pynvml.NVMLError as error:
         raise _no_answer("NVML does not start", error) from error
     try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        driver = Driver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
-        found = [gpu for index in range(pynvml.nvmlDeviceGetCount()) for gpu in _gpus_of(pynvml, index)]
-        return driver, found
-    except pynvml.NVMLError as error:
-        raise _no_answer("NVML", error) from error
+        yield pynvml
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def see_gpus() -> tuple[Driver, list[Gpu]]:
+    """The driver and every visible GPU in PCI order. Raises HostError with NVML's own words and a remedy."""
+    with open_nvml() as nvml:
+        try:
+            cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+            driver = Driver(str(nvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+            found = [gpu for index in range(nvml.nvmlDeviceGetCount()) for gpu in _gpus_of(nvml, index)]
+            return driver, found
+        except nvml.NVMLError as error:
+            raise _no_answer("NVML", error) from error
 
 
 def _no_answer(what: str, error: Any) -> HostError:

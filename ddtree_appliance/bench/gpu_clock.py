@@ -11,13 +11,15 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from types import TracebackType
 from typing import Any
 
 from ddtree_appliance.bench.records import GpuClock
+from ddtree_appliance.errors import HostError
+from ddtree_appliance.gpus import open_nvml
 
 PERIOD_S = 0.2
 # NVML's bits (nvml.h, nvmlClocksThrottleReasons). Idleness holds nothing back; it is seen between two requests.
@@ -98,36 +100,27 @@ def gpu_watched(say: Callable[[str], None], environment: Mapping[str, str] = os.
 
     CUDA_VISIBLE_DEVICES is read in NVML's order, which is that of nvidia-smi. With several ranks it is rank 0's GPU.
     """
-    try:
-        import pynvml as nvml
-    except ImportError:
-        say("the GPU's clock is not recorded: nvidia-ml-py is not installed")
-        yield None
-        return
-    is_open = False
-    try:
-        nvml.nvmlInit()
-        is_open = True
-        handle = _handle(nvml, environment.get("CUDA_VISIBLE_DEVICES", ""))
-        _read(nvml, handle)
-    except (nvml.NVMLError, OSError, ValueError) as error:
-        say(f"the GPU's clock is not recorded: {error}")
-        handle = None
-    try:
-        yield None if handle is None else ClockWatch(lambda: _read(nvml, handle))
-    finally:
-        if is_open:
-            with contextlib.suppress(nvml.NVMLError):
-                nvml.nvmlShutdown()
+    with ExitStack() as stack:
+        watch = None
+        try:
+            nvml = stack.enter_context(open_nvml())
+            handle = _handle(nvml, environment.get("CUDA_VISIBLE_DEVICES", ""))
+            _read(nvml, handle)
+            watch = ClockWatch(lambda: _read(nvml, handle))
+        except (HostError, OSError) as error:
+            say(f"the GPU's clock is not recorded: {error}")
+        yield watch
 
 
 def _handle(nvml: Any, visible: str) -> Any:
     first = visible.split(",")[0].strip() or "0"
-    if first.startswith(("GPU-", "MIG-")):
-        return nvml.nvmlDeviceGetHandleByUUID(first)
-    if not first.isdecimal():
-        raise ValueError(f"CUDA_VISIBLE_DEVICES={visible} names no GPU")
-    return nvml.nvmlDeviceGetHandleByIndex(int(first))
+    is_uuid = first.startswith(("GPU-", "MIG-"))
+    if not is_uuid and not first.isdecimal():
+        raise OSError(f"CUDA_VISIBLE_DEVICES={visible} names no GPU")
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(first) if is_uuid else nvml.nvmlDeviceGetHandleByIndex(int(first))
+    except nvml.NVMLError as error:
+        raise OSError(f"CUDA_VISIBLE_DEVICES={visible}: {error}") from error
 
 
 def _read(nvml: Any, handle: Any) -> Sample:

@@ -60,6 +60,16 @@ def test_the_builder_equals_its_twin(budget: int, kind: str) -> None:
             assert_same(getattr(got, field), getattr(expected, field), f"{field}, {shape}")
 
 
+def test_the_builder_tells_scores_apart_that_differ_in_the_last_bit() -> None:
+    """The child, at -1, comes before the sibling just below it, though a tie would go to the shallower."""
+    below = torch.nextafter(torch.tensor(-1.0), torch.tensor(-2.0)).item()
+    logprobs, ids = torch.tensor([[[-0.5, below], [-0.5, -9.0]]]), torch.tensor([[[5, 6], [7, 8]]])
+    got, expected = FUSED.build_trees(*on_device(logprobs, ids), 3), TWIN.build_trees(logprobs, ids, 3)
+    assert expected.depths.tolist() == [[0, 1, 2, 1]]
+    assert_same(got.depths, expected.depths, "depths")
+    assert_same(got.token_ids, expected.token_ids, "token_ids")
+
+
 def test_the_builder_reads_odd_values_as_its_twin_does() -> None:
     values = torch.tensor([[[0.5, -0.0, 0.0, float("nan")], [-1e-45, -3e38, -INF, float("nan")]]])
     ids = torch.tensor([[[4, 3, 2, 1], [1, 2, 3, 4]]])

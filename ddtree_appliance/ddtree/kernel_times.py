@@ -13,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from ddtree_appliance.ddtree.fused.attention import Tiling, VerifyAttention
 from ddtree_appliance.ddtree.head import HeadShard
+from ddtree_appliance.ddtree.inputs import ancestor_bits, verify_mask, words_for
 from ddtree_appliance.ddtree.kernels import TORCH, Kernels
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
 from ddtree_appliance.ddtree.sampling import Sampling
@@ -89,17 +90,21 @@ class Inputs:
         choice = trees.token_ids.roll(-1, dims=1).clamp(min=0).contiguous()
         accepted = TORCH.accept(trees, choice, run)
         slots = torch.randperm(sizes.moved_slots, device=self.device)[: batch * width].view(batch, width)
-        source, target = TORCH.path_slots(slots, accepted)
         rows = torch.randn(batch * width, 3 * sizes.hidden, device=self.device).to(self.dtype)
         mask = torch.ones(width * (int(prefix.sum()) + batch * width), device=self.device, dtype=torch.uint8)
+        bits = torch.zeros((batch, width, words_for(width)), device=self.device, dtype=torch.int32)
+        requests = torch.arange(batch, device=self.device)
+        req_to_token = self.slots[: batch * (sizes.prefix + width)].view(batch, -1).to(torch.int32)
+        bonus = torch.zeros(batch, device=self.device, dtype=torch.int64)
         logits = torch.randn(batch, width, sizes.vocabulary, device=self.device)
         calls: dict[str, Call] = {
+            "draft inputs": lambda: table.draft_inputs(bonus, prefix, requests, req_to_token, 5, run, width),
             "candidates": lambda: table.top_candidates(hidden, self.head, sizes.topk),
             "build": lambda: table.build_trees(logprobs, ids, budget),
-            "mask": lambda: table.verify_mask(trees.ancestors, prefix, 0, out=mask),
+            "verify inputs": lambda: table.verify_inputs(trees, bonus, prefix, 0, mask, bits),
             "argmax": lambda: table.best_tokens(logits),
             "accept": lambda: table.accept(trees, choice, run),
-            "move_kv": lambda: table.move_kv(self.kv, target, source),
+            "move_kv": lambda: table.move_kv(self.kv, slots, accepted.path),
             "gather": lambda: table.gather_path(rows, accepted),
         }
         return calls | self.draws(table, logits, trees.depths, prefix)
@@ -137,26 +142,29 @@ class Attention:
         self.keys, self.values = inputs.keys, inputs.values
         prefixes, nodes = batch * prefix, batch * self.width
         self.prefix_slots, self.node_slots = inputs.slots[:prefixes], inputs.slots[prefixes : prefixes + nodes]
+        rows = [self.prefix_slots.view(batch, prefix), self.node_slots.view(batch, self.width)]
+        self.req_to_token = torch.cat(rows, dim=1).to(torch.int32)
+        self.requests, self.prefix_lens = torch.arange(batch, device=device), lens
         steps = torch.arange(batch + 1, device=device)
         self.prefix_indptr = (steps * prefix).to(torch.int32)
         self.node_indptr = (steps * self.width).to(torch.int32)
-        self.mask = TORCH.verify_mask(trees.ancestors, lens, prefixes)
+        self.bits = ancestor_bits(trees.ancestors)
+        self.mask = verify_mask(trees.ancestors, lens, prefixes)
         self.mask_indptr = steps * (self.width * (prefix + self.width))
         self.scale = sizes.head_dim**-0.5
         self.output = torch.empty_like(self.query)
 
     def ours(self, tiling: Tiling | None = None) -> Call:
         """This project's kernel. tiling: None for its own choice."""
-        attention = VerifyAttention(self.query.device, tiling)
+        attention = VerifyAttention(self.query.device, self.bits, tiling)
         return lambda: attention(
             self.query,
             self.keys,
             self.values,
-            self.prefix_indptr,
-            self.prefix_slots,
-            self.node_slots,
-            self.mask.view(torch.uint8),
-            self.mask_indptr,
+            self.req_to_token,
+            self.requests,
+            self.prefix_lens,
+            True,
             self.scale,
             self.width,
             self.output,

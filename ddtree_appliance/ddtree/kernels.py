@@ -8,67 +8,68 @@ only through a table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ddtree_appliance.ddtree import sampling, torch_ops
+from ddtree_appliance.ddtree import inputs, sampling, torch_ops
 from ddtree_appliance.ddtree.head import HeadShard
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
 
 
-class VerifyMask(Protocol):
-    """The signature of `torch_ops.verify_mask`."""
+class VerifyInputs(Protocol):
+    """The signature of `inputs.verify_inputs`."""
 
     def __call__(
         self,
-        ancestors: torch.Tensor,
+        trees: torch_ops.TreeBatch,
+        bonus_tokens: torch.Tensor,
         prefix_lens: torch.Tensor,
         prefix_lens_bound: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+        mask_out: torch.Tensor | None = None,
+        bits_out: torch.Tensor | None = None,
+    ) -> inputs.VerifyInputs: ...
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The steps around the two model forwards; see `torch_ops` and `sampling` for their contracts."""
+    """The steps around the two model forwards; see `inputs`, `torch_ops` and `sampling` for their contracts."""
 
+    draft_inputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], inputs.DraftInputs]
     top_candidates: Callable[[torch.Tensor, HeadShard, int], tuple[torch.Tensor, torch.Tensor]]
     build_trees: Callable[[torch.Tensor, torch.Tensor, int], torch_ops.TreeBatch]
-    node_positions: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    verify_mask: VerifyMask
+    verify_inputs: VerifyInputs
     best_tokens: Callable[[torch.Tensor], torch.Tensor]
     sample_nodes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, sampling.Sampling], torch.Tensor]
     accept: Callable[[torch_ops.TreeBatch, torch.Tensor, int], torch_ops.AcceptBatch]
-    path_slots: Callable[[torch.Tensor, torch_ops.AcceptBatch], tuple[torch.Tensor, torch.Tensor]]
     move_kv: Callable[[KVBuffers, torch.Tensor, torch.Tensor], None]
     gather_path: Callable[[torch.Tensor, torch_ops.AcceptBatch], torch.Tensor]
 
 
 TORCH = Kernels(
+    draft_inputs=inputs.draft_inputs,
     top_candidates=torch_ops.top_candidates,
     build_trees=torch_ops.build_trees,
-    node_positions=torch_ops.node_positions,
-    verify_mask=torch_ops.verify_mask,
+    verify_inputs=inputs.verify_inputs,
     best_tokens=torch_ops.best_tokens,
     sample_nodes=sampling.sample_nodes,
     accept=torch_ops.accept,
-    path_slots=torch_ops.path_slots,
     move_kv=torch_ops.move_kv,
     gather_path=torch_ops.gather_path,
 )
 
 
 def fused() -> Kernels:
-    """The table of Triton kernels; what has no kernel of its own is one or two launches in torch already."""
+    """The table of Triton kernels."""
     from ddtree_appliance.ddtree.fused import accept, candidates, greedy, kv, sampling, trees
+    from ddtree_appliance.ddtree.fused import inputs as fused_inputs
 
-    return replace(
-        TORCH,
+    return Kernels(
+        draft_inputs=fused_inputs.draft_inputs,
         top_candidates=candidates.top_candidates,
         build_trees=trees.build_trees,
-        verify_mask=trees.verify_mask,
+        verify_inputs=fused_inputs.verify_inputs,
         best_tokens=greedy.best_tokens,
         sample_nodes=sampling.sample_nodes,
         accept=accept.accept,

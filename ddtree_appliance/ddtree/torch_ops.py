@@ -1,8 +1,8 @@
 """The steps around the two model forwards for a whole batch, in torch: the twins that fused kernels must equal.
 
-Shapes: b requests, V = node budget + 1 (verify width), D = block size - 1 (deepest node), K candidates per depth,
-L = min(D, budget) + 1 (longest accepted run). No function reads a device value on the host, so none waits for the
-device; every output shape follows from shapes and plain integers.
+Shapes: b requests, V = node budget + 1 (verify width), B = block size, D = B - 1 (deepest node), K candidates per
+depth, L = min(D, budget) + 1 (longest accepted run). No function reads a device
+value on the host, so none waits for the device; every output shape follows from shapes and plain integers.
 """
 
 from __future__ import annotations
@@ -216,33 +216,6 @@ def from_host(rows: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
     return table.to(device, non_blocking=True)
 
 
-def node_positions(depths: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """Each node's position in its request: prefix + depth, whatever its index. [b, V], [b] -> [b, V] int64."""
-    return prefix_lens.to(torch.int64).unsqueeze(1) + depths
-
-
-def verify_mask(
-    ancestors: torch.Tensor, prefix_lens: torch.Tensor, prefix_lens_bound: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """SGLang's flat allow-mask of a verify step: per request [V, prefix + V], True where attention is allowed.
-
-    ancestors: [b, V, V] bool; prefix_lens: [b] on the device; prefix_lens_bound: an upper bound of their sum, known on
-    the host. Returns a flat bool tensor of V * (bound + b * V) entries; those past the real end are True and unread.
-    With `out`, a flat bool or uint8 buffer at least as long, the V columns of each row that are the tree are written
-    there and nothing else: for an attention kernel that reads a captured buffer and never its prefix columns.
-    """
-    batch, width, _ = ancestors.shape
-    if out is None:
-        out = torch.ones(width * (prefix_lens_bound + batch * width), dtype=torch.bool, device=ancestors.device)
-    row_len = prefix_lens.to(torch.int64) + width
-    start = torch.cumsum(row_len * width, dim=0) - row_len * width
-    rows = torch.arange(width, device=out.device)
-    # The last `width` columns of each row are the tree; the columns before them, the prefix, stay True.
-    cell = start.view(-1, 1, 1) + rows.view(1, -1, 1) * row_len.view(-1, 1, 1) + (row_len - width).view(-1, 1, 1) + rows
-    out[cell.flatten()] = ancestors.flatten().to(out.dtype)
-    return out
-
-
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The first of the most probable tokens after each node. logits: [b, V, vocabulary]. Returns [b, V] int64."""
     return torch.argmax(logits, dim=-1)
@@ -276,24 +249,25 @@ def accept(trees: TreeBatch, target_predict: torch.Tensor, max_run: int) -> Acce
     return AcceptBatch(path, num_correct.to(torch.int32), tokens, bonus)
 
 
-def path_slots(slots: torch.Tensor, accepted: AcceptBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def path_slots(slots: torch.Tensor, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the accepted path's KV lies and where it belongs.
 
-    slots: [b, >= V] int64, the KV slots after each request's prefix, in node order.
+    slots: [b, >= V] int64, the KV slots after each request's prefix, in node order; path: [b, L] int64.
     Returns (source, target), both [b, L] int64. Entries past the accepted run name the same slot twice. A node's index
     is at least its depth, so a move row by row in depth order never overwrites a source that is still to be read; a
     move of all rows at once must read every source before it writes (`move_kv` does).
     """
-    run = accepted.path.shape[1]
-    return torch.gather(slots, 1, accepted.path), slots[:, :run].contiguous()
+    return torch.gather(slots, 1, path), slots[:, : path.shape[1]].contiguous()
 
 
-def move_kv(buffers: KVBuffers, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Move KV rows in every layer's buffers. target, source: [b, L] int64, no slot in two requests.
+def move_kv(buffers: KVBuffers, slots: torch.Tensor, path: torch.Tensor) -> None:
+    """Move the accepted paths' KV rows to right behind the prefixes (`path_slots`), in every layer's buffers.
 
-    Rows overlap (the target of one depth is the source of another), so the gather ends before the scatter begins:
-    SGLang's tiled copy kernel has no such barrier between its warps.
+    slots: [b, >= V] int64, no slot in two requests; path: [b, L] int64. Rows overlap (the target of one depth is the
+    source of another), so the gather ends before the scatter begins: SGLang's tiled copy kernel has no such barrier
+    between its warps.
     """
+    source, target = path_slots(slots, path)
     for buffer in buffers.tensors:
         buffer[target] = buffer[source]
 

@@ -28,6 +28,7 @@ from ddtree_appliance.ddtree.constrained import constrain_trees
 from ddtree_appliance.ddtree.draft_candidates import DraftCandidates
 from ddtree_appliance.ddtree.fused.attention import VerifyAttention, serves
 from ddtree_appliance.ddtree.head import target_head
+from ddtree_appliance.ddtree.inputs import DraftInputs, words_for
 from ddtree_appliance.ddtree.kernels import kernels_for
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
 from ddtree_appliance.ddtree.logprobs import add_logprobs
@@ -66,7 +67,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         self.kernels = kernels_for(self.device)
         self.head = target_head(self.model_runner.model)
         self._candidates = self._candidates_for(max_batch=0)
-        self._slot_offsets = torch.arange(self.step_slots, device=self.device, dtype=torch.int64)
+        # Where an attention kernel that reads trees as bits finds them.
+        self._ancestor_bits: torch.Tensor | None = None
         self._times = StepTimes.of_environment(self.device, self.ps.tp_rank)
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
@@ -89,8 +91,11 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         """
         super().init_attention_backends()
         if self.device != "cpu":
-            for runner in (self.model_runner, self.draft_model_runner):
-                _bring_verify_attention(runner)
+            requests = len(self.model_runner.req_to_token_pool.req_to_token)
+            shape = requests, self.verify_width, words_for(self.verify_width)
+            self._ancestor_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            _bring_verify_attention(self.model_runner, self._ancestor_bits)
+            _bring_verify_attention(self.draft_model_runner, None)
             self._keep_logits_as_they_are()
 
     def _maybe_build_draft_sampler(self) -> DraftCandidates:
@@ -131,10 +136,16 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             self._times.begin(len(batch.reqs))
         prefix_lens = batch.seq_lens
         req_to_token = self.model_runner.req_to_token_pool.req_to_token
-        positions = prefix_lens.unsqueeze(1) + self._slot_offsets
-        slots = req_to_token[batch.req_pool_indices.unsqueeze(1), positions].to(torch.int64)
-
-        candidates = self._draft(batch, positions[:, : self.block_size], slots[:, : self.block_size])
+        inputs = self.kernels.draft_inputs(
+            batch.spec_info.bonus_tokens,
+            prefix_lens,
+            batch.req_pool_indices,
+            req_to_token,
+            int(self._mask_token_id),
+            self.block_size,
+            self.step_slots,
+        )
+        candidates = self._draft(batch, inputs)
         self._end("draft")
         trees = self.kernels.build_trees(*candidates, self.budget)
         masks = None
@@ -147,18 +158,20 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         bound = self._host_bound(batch, self.verify_width)
         verify_input = self._verify_input(batch, trees, bound[1])
         self._end("build")
-        logits_output, can_run_cuda_graph = self._verify(batch, verify_input, slots[:, : self.verify_width], bound)
+        logits_output, can_run_cuda_graph = self._verify(
+            batch, verify_input, inputs.slots[:, : self.verify_width], bound
+        )
         if batch.return_logprob or self._choice.changes_or_draws(batch):
             logits_output.next_token_logits = self._float_logits(logits_output.next_token_logits, can_run_cuda_graph)
         self._end("verify")
         target_predict = self._choice.choose(batch, trees, logits_output.next_token_logits, masks)
         accepted = self._agreed(self.kernels.accept(trees, target_predict, self.max_run))
         accept_lens = accepted.num_correct + 1
-        new_seq_lens = prefix_lens + accept_lens.to(prefix_lens.dtype)
+        new_seq_lens = prefix_lens + accept_lens
         if on_publish is not None:
             on_publish(new_seq_lens)
         self._end("accept")
-        self._commit(accepted, accept_lens, logits_output.hidden_states, positions, slots)
+        self._commit(accepted, accept_lens, logits_output.hidden_states, inputs)
         self._choice.count(batch, accepted)
         if batch.return_logprob:
             first_rows = torch.arange(len(accepted.path), device=accepted.path.device) * self.verify_width
@@ -182,13 +195,12 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         if self._times:
             self._times.end(stage)
 
-    def _draft(self, batch: Any, positions: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft(self, batch: Any, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafter pass over [bonus token, mask, mask, ...], and its candidates.
 
-        positions, slots: [b, B] int64. Returns what `Kernels.top_candidates` does.
+        Returns what `Kernels.top_candidates` does.
         """
-        block_ids = torch.full_like(positions, int(self._mask_token_id))
-        block_ids[:, 0] = batch.spec_info.bonus_tokens
+        block_ids = inputs.block_ids
         embeddings = self.target_worker.model_runner.model.get_input_embeddings()(block_ids)
         seq_lens_cpu, seq_lens_sum = self._host_bound(batch, self.block_size)
         forward_batch = ForwardBatch(
@@ -197,10 +209,10 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             input_ids=block_ids.flatten(),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            out_cache_loc=slots.flatten(),
+            out_cache_loc=inputs.slots[:, : self.block_size].flatten(),
             seq_lens_sum=seq_lens_sum,
             seq_lens_cpu=seq_lens_cpu,
-            positions=positions.flatten(),
+            positions=inputs.positions[:, : self.block_size].flatten(),
             input_embeds=embeddings.view(-1, embeddings.shape[-1]),
             spec_algorithm=self.draft_model_runner.spec_algorithm,
             spec_info=self._draft_block_spec_info,
@@ -217,15 +229,19 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
 
     def _verify_input(self, batch: Any, trees: TreeBatch, seq_lens_sum: int) -> DFlashVerifyInput:
         """Tokens, positions and mask of one target forward over every node of every tree. seq_lens_sum: its bound."""
-        token_ids = trees.token_ids.clamp(min=0)  # padding rows need some token; nothing reads what they compute
-        token_ids[:, 0] = batch.spec_info.bonus_tokens
+        inputs = self.kernels.verify_inputs(
+            trees,
+            batch.spec_info.bonus_tokens,
+            batch.seq_lens,
+            seq_lens_sum,
+            mask_out=self._mask_buffer(len(trees.token_ids)),
+            bits_out=self._ancestor_bits,
+        )
         return DFlashVerifyInput(
-            draft_token=token_ids.flatten(),
-            positions=self.kernels.node_positions(trees.depths, batch.seq_lens).flatten(),
+            draft_token=inputs.token_ids.flatten(),
+            positions=inputs.positions.flatten(),
             draft_token_num=self.verify_width,
-            custom_mask=self.kernels.verify_mask(
-                trees.ancestors, batch.seq_lens, seq_lens_sum, out=self._mask_buffer(len(token_ids))
-            ),
+            custom_mask=inputs.mask,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
 
@@ -295,22 +311,21 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         accepted: AcceptBatch,
         accept_lens: torch.Tensor,
         hidden_states: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        inputs: DraftInputs,
     ) -> None:
         """Make the accepted path the prefix: its KV right after the old prefix, its hidden states in the drafter's KV.
 
-        accept_lens: [b] int32; hidden_states: [b * V, H'] of the nodes; positions, slots: [b, S]. The bonus token has
-        no KV yet: it is the root of the next tree.
+        accept_lens: [b] int32; hidden_states: [b * V, H'] of the nodes. The bonus token has no KV yet: it is the root
+        of the next tree.
         """
-        source, target = self.kernels.path_slots(slots, accepted)
-        self.kernels.move_kv(self._kv_buffers, target, source)
+        self.kernels.move_kv(self._kv_buffers, inputs.slots, accepted.path)
         path_hidden = self.kernels.gather_path(hidden_states, accepted)
+        target = inputs.slots[:, : self.max_run].contiguous()
         self._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=path_hidden.flatten(0, 1),
             cache_loc=target.flatten(),
             cache_loc_2d=target,
-            positions=positions[:, : self.max_run].flatten(),
+            positions=inputs.positions[:, : self.max_run].flatten(),
             commit_lens=accept_lens,
         )
 
@@ -329,15 +344,18 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
 
 
-def _bring_verify_attention(runner: Any) -> None:
-    """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel. runner: SGLang's ModelRunner."""
+def _bring_verify_attention(runner: Any, bits: torch.Tensor | None) -> None:
+    """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel.
+
+    runner: SGLang's ModelRunner; bits: as `VerifyAttention` takes them.
+    """
     backend, pool = runner.attn_backend, runner.token_to_kv_pool
     if hasattr(backend, "_select_backend"):  # one backend for prefill and verify, another for decoding
         backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
     if not isinstance(backend, TritonAttnBackend):
         return
     if serves(pool.head_dim, pool.v_head_dim, pool.dtype):
-        backend.target_verify_fwd = VerifyAttention(runner.device)
+        backend.target_verify_fwd = VerifyAttention(runner.device, bits)
     else:
         kind = "drafter" if runner.is_draft_worker else "target"
         logger.warning("%s: heads of %d (%s) take SGLang's general attention kernel", kind, pool.head_dim, pool.dtype)

@@ -13,7 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
+from ddtree_appliance.ddtree.inputs import words_for  # noqa: E402
 from ddtree_appliance.ddtree.kernels import TORCH, Kernels, kernels_for  # noqa: E402
+from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
 from ddtree_appliance.ddtree.sampling import Sampling  # noqa: E402
 
 pytestmark = [
@@ -36,24 +38,36 @@ def host_waits_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def one_step(device: str, batch: int, budget: int, candidates: Any, prefix_lens: Any, predict: Any) -> dict[str, Any]:
-    """Every step after the candidates are known, with inputs on `device`."""
+def one_step(
+    device: str, batch: int, budget: int, candidates: Any, prefix_lens: Any, predict: Any, buffers: KVBuffers
+) -> dict[str, Any]:
+    """Every step after the candidates are known, with inputs on `device`. buffers: a row for every slot."""
     kernels = kernels_for(device)
     trees = kernels.build_trees(*candidates, budget)
     accepted = kernels.accept(trees, predict(trees), min(BLOCK, budget + 1))
     slots = torch.arange(batch * (budget + BLOCK), device=device).view(batch, -1)
-    source, target = kernels.path_slots(slots, accepted)
+    requests = torch.arange(batch, device=device)
+    req_to_token = torch.arange(batch * 4096, device=device, dtype=torch.int32).view(batch, -1)
+    bonus = trees.token_ids[:, -1].contiguous()
+    block = kernels.draft_inputs(bonus, prefix_lens, requests, req_to_token, 7, BLOCK, budget + BLOCK)
+    bits = torch.zeros((batch, budget + 1, words_for(budget + 1)), dtype=torch.int32, device=device)
+    verify = kernels.verify_inputs(trees, bonus, prefix_lens, 4096 * batch, bits_out=bits)
+    kernels.move_kv(buffers, slots, accepted.path)
     return {
         "token_ids": trees.token_ids,
         "parents": trees.parents,
         "depths": trees.depths,
-        "positions": kernels.node_positions(trees.depths, prefix_lens),
-        "mask": kernels.verify_mask(trees.ancestors, prefix_lens, 4096 * batch),
+        "block_ids": block.block_ids,
+        "block_positions": block.positions,
+        "slots": block.slots,
+        "verify_tokens": verify.token_ids,
+        "positions": verify.positions,
+        "mask": verify.mask,
+        "bits": bits,
         "path": accepted.path,
         "tokens": accepted.tokens,
         "bonus": accepted.bonus,
-        "source": source,
-        "target": target,
+        "moved": buffers.tensors[0],
         "hidden": kernels.gather_path(trees.depths.view(-1, 1).expand(-1, 8).float(), accepted),
     }
 
@@ -74,11 +88,14 @@ def test_steps_on_the_gpu_equal_the_cpu_and_wait_for_nothing(batch: int, budget:
     candidates = values[..., :16].contiguous(), ids[..., :16].contiguous()
     prefix_lens = torch.randint(1, 2000, (batch,), generator=generator)
 
-    expected = one_step("cpu", batch, budget, candidates, prefix_lens, follow_first_children)
+    rows = torch.arange(batch * (budget + BLOCK) * 8, dtype=torch.int32).view(-1, 1, 8)
+    kv, kv_on_gpu = KVBuffers.of([rows.clone()]), KVBuffers.of([rows.cuda()])
+
+    expected = one_step("cpu", batch, budget, candidates, prefix_lens, follow_first_children, kv)
     on_gpu = tuple(tensor.cuda() for tensor in candidates)
     prefix_on_gpu = prefix_lens.cuda()
     with host_waits_are_errors():
-        got = one_step("cuda", batch, budget, on_gpu, prefix_on_gpu, follow_first_children)
+        got = one_step("cuda", batch, budget, on_gpu, prefix_on_gpu, follow_first_children, kv_on_gpu)
     for name, tensor in expected.items():
         assert torch.equal(got[name].cpu(), tensor), name
 

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from ddtree_appliance.ddtree.fused import attention  # noqa: E402
-from tests.kernels.test_fused import DEVICE, INTERPRETED, TWIN, pytestmark, trees_of  # noqa: E402, F401
+from tests.kernels.test_fused import DEVICE, INTERPRETED, inputs, pytestmark, trees_of  # noqa: E402, F401
 
 
 def reference(query: Any, keys: Any, values: Any, allowed: Any, scale: float) -> Any:
@@ -45,26 +45,26 @@ def run(
     # Queries are a part of a wider row, as after a fused projection.
     query = rows(batch * width, heads * dim + 8)[:, : heads * dim].view(batch * width, heads, dim)
     key_pool, value_pool = rows(count, kv_heads, dim), rows(count, kv_heads, dim)
-    prefix_slots, node_slots = slots[: sum(prefixes)], slots[sum(prefixes) :][: batch * width]
-    indptr = torch.tensor([0, *torch.tensor(prefixes).cumsum(0).tolist()], dtype=torch.int32)
-    lens = torch.tensor(prefixes)
+    # A row per request in another order than the batch's, with garbage behind what it holds.
+    requests = torch.arange(batch).flip(0)
+    req_to_token = torch.full((batch, max(prefixes) + width + 3), 2**31 - 1, dtype=torch.int32)
+    used = list(slots[: sum(prefixes) + batch * width].split([prefix + width for prefix in prefixes]))
+    for row, own in zip(requests.tolist(), used, strict=True):
+        req_to_token[row, : len(own)] = own
     written = torch.ones_like(ancestors).tril() if drop_mask else ancestors
-    mask = TWIN.verify_mask(written, lens, sum(prefixes)).to(torch.uint8)
-    mask_indptr = torch.tensor([0, *(width * (lens + width)).cumsum(0).tolist()])
     output = torch.empty((batch * width, heads, dim), dtype=dtype, device=DEVICE)
-    tensors = (query, key_pool, value_pool, indptr, prefix_slots, node_slots)
-    masks = (None, None) if is_block else (mask.to(DEVICE), mask_indptr.to(DEVICE))
-    attend = attention.VerifyAttention(DEVICE, tiling)
+    tensors = (query, key_pool, value_pool, req_to_token, requests, torch.tensor(prefixes))
+    bits = None if is_block else inputs.ancestor_bits(written).to(DEVICE)
+    attend = attention.VerifyAttention(DEVICE, bits, tiling)
     for _ in range(2):  # a call leaves the next one what it found
-        attend(*(each.to(DEVICE) for each in tensors), *masks, dim**-0.5, width, output.fill_(float("nan")))
+        attend(*(each.to(DEVICE) for each in tensors), not is_block, dim**-0.5, width, output.fill_(float("nan")))
 
     expected = []
     for at, prefix in enumerate(prefixes):
-        used = torch.cat([prefix_slots[indptr[at] : indptr[at + 1]], node_slots[at * width :][:width]])
         seen = torch.ones_like(ancestors[at]) if is_block else ancestors[at]
         allowed = torch.cat([torch.ones(width, prefix, dtype=torch.bool), seen], dim=1)
         part = query[at * width :][:width]
-        expected.append(reference(part, key_pool[used], value_pool[used], allowed, dim**-0.5))
+        expected.append(reference(part, key_pool[used[at]], value_pool[used[at]], allowed, dim**-0.5))
     return output.cpu().double(), torch.cat(expected)
 
 
@@ -78,6 +78,10 @@ CASES = [
     ([200], 30, 8, 2, 16),
     ([0, 70], 7, 4, 4, 24),
     ([1, 130, 65], 16, 4, 1, 32),
+    # Trees of two, three and four words of bits, over the edge of a tile.
+    ([5], 33, 2, 1, 16),
+    ([100], 70, 2, 1, 16),
+    ([60], 128, 1, 1, 16),
 ]
 if not INTERPRETED:
     CASES += [([1], 64, 32, 8, 128), ([5000, 3], 128, 32, 8, 128), ([50 * n for n in range(32)], 64, 32, 8, 128)]
@@ -103,29 +107,40 @@ def test_without_a_mask_every_token_sees_its_whole_block(
     assert error(got, expected) < 1e-5
 
 
+def test_trees_without_bits_of_their_width_are_refused() -> None:
+    for bits in (None, torch.zeros((1, 5, 1), dtype=torch.int32), torch.zeros((1, 64, 1), dtype=torch.int32)):
+        with pytest.raises(ValueError, match="64 nodes"):
+            attention.VerifyAttention("cpu", bits)(*[torch.zeros(64, 1, 16)] * 6, True, 1.0, 64, torch.zeros(64, 1, 16))
+
+
 def test_a_dropped_mask_would_be_noticed() -> None:
     got, expected = run([40], 20, 2, 1, 16, torch.float32, drop_mask=True)
     assert error(got, expected) > 0.05
 
 
-# rows, keys and least tiles of a part; parts
+# rows, keys and least tiles of a part; parts; tiles up to which blocks are smaller and keys not cut
 CUTS = [
-    (64, 64, 1, 1),
-    (64, 64, 1, 2),
-    (64, 64, 1, 16),
-    (16, 32, 1, 16),
-    (16, 32, 3, 4),
-    (64, 16, 2, 4),
-    (128, 64, 9, 8),
+    (64, 64, 1, 1, 0),
+    (64, 64, 1, 2, 0),
+    (64, 64, 1, 16, 0),
+    (16, 32, 1, 16, 0),
+    (16, 32, 3, 4, 0),
+    (64, 16, 2, 4, 0),
+    (128, 64, 9, 8, 0),
+    (32, 32, 1, 4, 1),  # the request without a prefix alone
+    (32, 32, 1, 2, 9),
+    (64, 32, 1, 4, 9),
+    (64, 32, 1, 2, 9),  # too few parts for blocks of 16 rows
+    (16, 32, 1, 8, 9),
 ]
 
 
-@pytest.mark.parametrize("rows,keys,part_tiles,parts", CUTS)
+@pytest.mark.parametrize("rows,keys,part_tiles,parts,short_tiles", CUTS)
 def test_the_cut_does_not_change_the_result(
-    rows: int, keys: int, part_tiles: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, keys: int, part_tiles: int, parts: int, short_tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "parts_for", lambda blocks, programs: parts)
-    tiling = attention.Tiling(rows, keys, 4, 2, part_tiles)
+    tiling = attention.Tiling(rows, keys, 4, 2, part_tiles, short_tiles=short_tiles)
     got, expected = run([150, 2, 0], 19, 4, 2, 16, torch.float32, tiling=tiling)
     assert error(got, expected) < 1e-5
 
@@ -136,7 +151,18 @@ def test_parts_fill_a_gpu_and_no_more(blocks: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch,rows,tile", [(1, 64, 16), (2, 64, 16), (4, 64, 32), (1, 256, 32), (8, 64, 64), (2, 256, 64), (32, 256, 64)]
+    "batch,rows,tile",
+    [
+        (1, 64, 16),
+        (2, 64, 16),
+        (4, 64, 32),
+        (1, 256, 32),
+        (8, 64, 32),
+        (9, 64, 64),
+        (2, 256, 32),
+        (3, 256, 64),
+        (32, 256, 64),
+    ],
 )
 def test_the_fewer_rows_a_batch_has_the_finer_they_are_cut(batch: int, rows: int, tile: int) -> None:
     assert attention.tiling_for(batch, rows, kv_heads=8).rows == tile

@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or an NVIDIA GPU", allow_module_level=True)
 
-from ddtree_appliance.ddtree import kernels, torch_ops  # noqa: E402
+from ddtree_appliance.ddtree import inputs, kernels, torch_ops  # noqa: E402
 from ddtree_appliance.ddtree.fused import candidates as fused_candidates  # noqa: E402
 from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
@@ -79,20 +79,40 @@ def test_the_builder_reads_odd_values_as_its_twin_does() -> None:
 
 
 @pytest.mark.parametrize("into_a_buffer", [False, True])
+@pytest.mark.parametrize("budget", [1, 20, 33, 96, 128])
 @pytest.mark.parametrize("prefixes", [[5], [1, 40, 7], [0, 300, 2, 2, 9]])
-def test_the_mask_equals_its_twin(prefixes: list[int], into_a_buffer: bool) -> None:
-    ancestors = trees_of((len(prefixes), 15, 4), 20, "continuous").ancestors
-    lens = torch.tensor(prefixes)
+def test_what_the_verify_reads_equals_its_twin(prefixes: list[int], budget: int, into_a_buffer: bool) -> None:
+    batch, width = len(prefixes), budget + 1
+    trees = trees_of((batch, 4, 3), budget, "with minus infinity")
+    moved = torch_ops.TreeBatch(*on_device(trees.token_ids, trees.parents, trees.depths, trees.ancestors))
+    lens, bonus = torch.tensor(prefixes), torch.arange(batch) + 77
     bound = sum(prefixes) + 11
-    out = [None, None]
+    outs: list[dict[str, Any]] = [{}, {}]
     if into_a_buffer:
-        garbage = torch.randint(0, 2, (21 * (bound + len(prefixes) * 21) + 5,), dtype=torch.uint8)
-        out = [garbage.clone().to(DEVICE), garbage.clone()]
-    got = FUSED.verify_mask(*on_device(ancestors, lens), bound, out=out[0])
-    expected = TWIN.verify_mask(ancestors, lens, bound, out=out[1])
-    assert_same(got, expected, "mask")
+        mask = torch.randint(0, 2, (width * (bound + batch * width) + 5,), dtype=torch.uint8)
+        bits = torch.randint(-9, 9, (batch + 2, width, inputs.words_for(width)), dtype=torch.int32)
+        outs = [{"mask_out": mask.to(device), "bits_out": bits.to(device)} for device in (DEVICE, "cpu")]
+        outs[1] = {name: each.clone() for name, each in outs[1].items()}
+        outs[0] = {name: each.clone() for name, each in outs[0].items()}
+    got = FUSED.verify_inputs(moved, *on_device(bonus, lens), bound, **outs[0])
+    expected = TWIN.verify_inputs(trees, bonus, lens, bound, **outs[1])
+    for field in ("token_ids", "positions", "mask"):
+        assert_same(getattr(got, field), getattr(expected, field), field)
     if into_a_buffer:
-        assert got is out[0]
+        assert got.mask is outs[0]["mask_out"]
+        assert_same(outs[0]["bits_out"], outs[1]["bits_out"], "bits")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block_size,step_slots", [(16, 16), (16, 65), (5, 8), (1, 129)])
+def test_what_the_drafter_reads_equals_its_twin(block_size: int, step_slots: int, dtype: Any) -> None:
+    lens, requests, bonus = torch.tensor([0, 70, 3], dtype=dtype), torch.tensor([4, 0, 2]), torch.tensor([9, 8, 7])
+    req_to_token = torch.randperm(5 * 200).view(5, 200).to(torch.int32)
+    arguments = (bonus, lens, requests, req_to_token)
+    got = FUSED.draft_inputs(*on_device(*arguments), 151_669, block_size, step_slots)
+    expected = TWIN.draft_inputs(*arguments, 151_669, block_size, step_slots)
+    for field in ("block_ids", "positions", "slots"):
+        assert_same(getattr(got, field), getattr(expected, field), field)
 
 
 def predictions(trees: Any, seed: int) -> Any:
@@ -135,13 +155,13 @@ def test_the_move_of_overlapping_rows_equals_its_twin(dtype: str, heads: int, si
     accepted = TWIN.accept(trees, predictions(trees, 5), run)
     order = torch.randperm(batch * (budget + 1) + 9, generator=torch.Generator().manual_seed(1))
     slots = order[: batch * (budget + 1)].view(batch, -1)
-    source, target = TWIN.path_slots(slots, accepted)
+    source, target = torch_ops.path_slots(slots, accepted.path)
     assert (source != target).any() and len(set(source.flatten().tolist()) & set(target.flatten().tolist())) > 3
     before = [torch.randn(len(order), heads, size).to(getattr(torch, dtype)) for _ in range(6)]
     expected = [tensor.clone() for tensor in before]
     got = [tensor.clone().to(DEVICE) for tensor in before]
-    TWIN.move_kv(KVBuffers.of(expected), target, source)
-    FUSED.move_kv(KVBuffers.of(got), *on_device(target, source))
+    TWIN.move_kv(KVBuffers.of(expected), slots, accepted.path)
+    FUSED.move_kv(KVBuffers.of(got), *on_device(slots, accepted.path))
     for one, other, old in zip(got, expected, before, strict=True):
         assert_same(one, other, "buffer")
         assert not torch.equal(one.cpu(), old)

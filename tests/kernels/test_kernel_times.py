@@ -14,7 +14,18 @@ SMALL = Sizes(
     block_size=4, vocabulary=64, hidden=16, layers=2, heads=4, kv_heads=2, head_dim=16, topk=3,
     slots=256, moved_slots=64, prefix=20,
 )  # fmt: skip
-STEPS = ["candidates", "build", "mask", "argmax", "accept", "move_kv", "gather", "sample", "sample, top-p"]
+STEPS = [
+    "draft inputs",
+    "candidates",
+    "build",
+    "verify inputs",
+    "argmax",
+    "accept",
+    "move_kv",
+    "gather",
+    "sample",
+    "sample, top-p",
+]
 
 
 @pytest.fixture(scope="module")

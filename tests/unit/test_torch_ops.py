@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the rehearsal environment (torch)")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from ddtree_appliance.ddtree import kernels, sampling, torch_ops  # noqa: E402
+from ddtree_appliance.ddtree import inputs, kernels, sampling, torch_ops  # noqa: E402
 from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
 from ddtree_appliance.ddtree.penalties import OutputCounts, Penalties  # noqa: E402
@@ -25,10 +25,8 @@ from ddtree_appliance.ddtree.torch_ops import (  # noqa: E402
     accept,
     build_trees,
     gather_path,
-    node_positions,
     path_slots,
     top_candidates,
-    verify_mask,
 )
 from ddtree_appliance.ddtree.tree import NO_PARENT, NO_TOKEN, Tree, build_tree  # noqa: E402
 
@@ -259,43 +257,6 @@ def test_candidates_are_what_the_builder_accepts() -> None:
     assert_trees_equal(build_trees(logprobs, ids, 30), reference_trees(logprobs, ids, 30), 30)
 
 
-# node_positions
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_node_stands_at_its_depth_behind_the_prefix_and_padding_at_the_prefix(dtype: Any) -> None:
-    logprobs, ids = candidates(3, (3, 4, 3), LEVELS["with minus infinity"])
-    trees = reference_trees(logprobs, ids, 60)
-    prefixes = [0, 7, 2**31 - 1]
-
-    positions = node_positions(build_trees(logprobs, ids, 60).depths, torch.tensor(prefixes, dtype=dtype))
-
-    assert positions.dtype == torch.int64
-    assert any(len(tree) < 61 for tree in trees)
-    for row, prefix, tree in zip(positions.tolist(), prefixes, trees, strict=True):
-        assert row == [prefix + depth for depth in tree.depths] + [prefix] * (61 - len(tree))
-
-
-# verify_mask
-
-
-@pytest.mark.parametrize("slack", [0, 1, 50])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("prefixes", [[0], [5], [0, 0], [3, 0, 7], [1, 12, 4, 4]])
-def test_the_mask_equals_one_built_request_by_request(prefixes: list[int], dtype: Any, slack: int) -> None:
-    logprobs, ids = candidates(1, (len(prefixes), 5, 3), LEVELS["with minus infinity"])
-    ancestors = build_trees(logprobs, ids, 9).ancestors
-    cells: list[bool] = []
-    for prefix, request in zip(prefixes, ancestors.tolist(), strict=True):
-        for row in request:
-            cells += [True] * prefix + row
-
-    mask = verify_mask(ancestors, torch.tensor(prefixes, dtype=dtype), sum(prefixes) + slack)
-
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == cells + [True] * (10 * slack)
-
-
 # accept
 
 
@@ -456,7 +417,7 @@ def test_moving_kv_row_by_row_in_depth_order_equals_moving_it_at_once(spare: int
         slots = slots.view(batch, width + spare)
         memory = torch.randn(batch * (width + spare) + 9, 3, generator=generator)
 
-        source, target = path_slots(slots, accepted)
+        source, target = path_slots(slots, accepted.path)
 
         assert source.shape == target.shape == (batch, run)
         at_once = memory.clone()
@@ -532,8 +493,14 @@ def example_arguments(device: str) -> dict[str, tuple[Any, ...]]:
             5,
         ),
         "build_trees": (logprobs.to(device), ids.to(device), 9),
-        "node_positions": (on_device.depths, torch.tensor([4, 2]).to(device)),
-        "verify_mask": (on_device.ancestors, torch.tensor([4, 2]).to(device), 9),
+        "draft_inputs": (
+            *(each.to(device) for each in (torch.tensor([7, 8]), torch.tensor([4, 2]), torch.tensor([1, 0]))),
+            torch.arange(40, dtype=torch.int32).view(2, 20).to(device),
+            3,
+            6,
+            10,
+        ),
+        "verify_inputs": (on_device, torch.tensor([7, 8]).to(device), torch.tensor([4, 2]).to(device), 9),
         "best_tokens": (torch.randn((2, 10, 30), generator=torch.Generator().manual_seed(1)).to(device),),
         "sample_nodes": (
             torch.randn(2, 10, 30, generator=generator).to(device),
@@ -543,8 +510,7 @@ def example_arguments(device: str) -> dict[str, tuple[Any, ...]]:
             sampling_for(device),
         ),
         "accept": (on_device, predict.to(device), 6),
-        "path_slots": (slots, accepted_on_device),
-        "move_kv": (KVBuffers.of([rows.clone().view(20, 2, 2)]), slots[:1, :3] + 1, slots[:1, :3] + 2),
+        "move_kv": (KVBuffers.of([torch.randn(24, 2, 2).to(device)]), slots, accepted_on_device.path),
         "gather_path": (rows, accepted_on_device),
     }
 
@@ -555,10 +521,10 @@ def sampling_for(device: str) -> Sampling:
 
 
 def test_a_move_of_all_rows_reads_every_source_before_it_writes() -> None:
-    """The path 0, 2, 3, 5: each target but the first is a later source."""
+    """Each target but the first is a later source."""
     before = [torch.randn(8, 2, 3), torch.randn(8, 1, 6)]
     after = [buffer.clone() for buffer in before]
-    torch_ops.move_kv(KVBuffers.of(after), torch.tensor([[0, 1, 2, 3]]), torch.tensor([[0, 2, 3, 5]]))
+    torch_ops.move_kv(KVBuffers.of(after), torch.arange(8).unsqueeze(0), torch.tensor([[0, 2, 3, 5]]))
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[:4], old[[0, 2, 3, 5]])
         assert torch.equal(new[4:], old[4:])
@@ -638,9 +604,7 @@ def test_reading_a_device_value_would_be_noticed(read: Callable[[Any], Any]) -> 
 # kernels
 
 
-TRITON_STEPS = {
-    "top_candidates", "build_trees", "verify_mask", "best_tokens", "sample_nodes", "accept", "move_kv", "gather_path",
-}  # fmt: skip
+MODULES = {"draft_inputs": inputs, "verify_inputs": inputs, "sample_nodes": sampling}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:7"])
@@ -648,9 +612,9 @@ def test_every_step_has_an_implementation_on_every_served_device(device: str) ->
     table = kernels.kernels_for(device)
     for field in fields(table):
         step = getattr(table, field.name)
-        fused = device != "cpu" and field.name in TRITON_STEPS
+        fused = device != "cpu"
         assert step.__name__ == field.name
-        in_torch = sampling.__name__ if field.name == "sample_nodes" else torch_ops.__name__
+        in_torch = MODULES.get(field.name, torch_ops).__name__
         assert step.__module__.startswith("ddtree_appliance.ddtree.fused" if fused else in_torch)
 
 

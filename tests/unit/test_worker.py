@@ -29,17 +29,19 @@ def test_tritons_backend_gets_the_tree_kernel_where_the_heads_fit(
     outer = SimpleNamespace(_select_backend=lambda mode: backend if mode.is_target_verify() else None)
     pool = SimpleNamespace(head_dim=head_dim, v_head_dim=head_dim, dtype=getattr(torch, dtype))
     attn_backend = outer if is_hybrid else backend
+    bits = torch.zeros(1)
     worker._bring_verify_attention(
-        SimpleNamespace(attn_backend=attn_backend, token_to_kv_pool=pool, device="cpu", is_draft_worker=False)
+        SimpleNamespace(attn_backend=attn_backend, token_to_kv_pool=pool, device="cpu", is_draft_worker=False), bits
     )
     assert isinstance(backend.target_verify_fwd, worker.VerifyAttention) is given
+    assert not given or backend.target_verify_fwd.bits is bits
     assert ("general attention kernel" in caplog.text) is not given
 
 
 def test_another_backend_is_left_as_it_is() -> None:
     worker = import_sglang("ddtree_appliance.ddtree.worker")
     other = SimpleNamespace()
-    worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None))
+    worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None), None)
     assert vars(other) == {}
 
 

@@ -1,4 +1,4 @@
-"""Best-first trees in one program per request, their ancestors, and the verify mask written where it is read."""
+"""Best-first trees in one program per request, and their ancestors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ NO_PARENT = tl.constexpr(tree.NO_PARENT)
 # last. Two numbers and not one of 64 bits: a warp finds the smallest int32 in one instruction.
 EMPTY = tl.constexpr(2**31 - 1)
 MINUS_INFINITY_BITS = tl.constexpr(0x7F800000)
-# Prefix lengths that are summed at once: a constant, so that every batch runs the same compiled kernel.
-REQUESTS = 128
 
 
 @triton.jit
@@ -102,21 +100,6 @@ def _mark_ancestors(parents, ancestors, width, max_depth, COLUMNS: tl.constexpr)
     tl.store(ancestors + (request * width + row) * width + column, seen, mask=column < width)
 
 
-@triton.jit
-def _write_mask(ancestors, prefix_lens, mask, width, REQUESTS: tl.constexpr, COLUMNS: tl.constexpr):
-    request, row = tl.program_id(0), tl.program_id(1)
-    start = request.to(tl.int64) * width
-    for first in range(0, request, REQUESTS):
-        before = first + tl.arange(0, REQUESTS)
-        start += tl.sum(tl.load(prefix_lens + before, mask=before < request, other=0).to(tl.int64), axis=0)
-    start *= width
-    prefix = tl.load(prefix_lens + request).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    inside = column < width
-    allowed = tl.load(ancestors + (request.to(tl.int64) * width + row) * width + column, mask=inside, other=0)
-    tl.store(mask + start + row * (prefix + width) + prefix + column, allowed, mask=inside)
-
-
 def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int) -> TreeBatch:
     """As `torch_ops.build_trees`: [b, D, K] fp32 and int64 -> trees of `budget` nodes and a root."""
     batch, max_depth, topk = topk_logprobs.shape
@@ -135,18 +118,3 @@ def build_trees(topk_logprobs: torch.Tensor, topk_ids: torch.Tensor, budget: int
         COLUMNS=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return TreeBatch(token_ids, parents, depths, ancestors)
-
-
-def verify_mask(
-    ancestors: torch.Tensor, prefix_lens: torch.Tensor, prefix_lens_bound: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As `torch_ops.verify_mask`, `out` included: only its tree columns are written."""
-    batch, width, _ = ancestors.shape
-    if out is None:
-        size = width * (prefix_lens_bound + batch * width)
-        out = torch.ones(size, dtype=torch.bool, device=ancestors.device)
-    _write_mask[(batch, width)](
-        ancestors.view(torch.uint8), prefix_lens, out.view(torch.uint8), width,
-        REQUESTS=REQUESTS, COLUMNS=triton.next_power_of_2(width), num_warps=1,
-    )  # fmt: skip
-    return out

@@ -11,19 +11,17 @@ from typing import Any
 
 import torch
 
-from ddtree_appliance.ddtree import kernels, sampling, torch_ops
+from ddtree_appliance.ddtree import inputs, kernels, sampling, torch_ops
 
 
-def mask_dropped(
-    ancestors: torch.Tensor, prefix_lens: torch.Tensor, bound: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def mask_dropped(trees: torch_ops.TreeBatch, *others: Any, **outs: Any) -> inputs.VerifyInputs:
     """Causal in node order, as a backend without the mask would be."""
-    return torch_ops.verify_mask(torch.ones_like(ancestors).tril(), prefix_lens, bound, out)
+    chain = replace(trees, ancestors=torch.ones_like(trees.ancestors).tril())
+    return inputs.verify_inputs(chain, *others, **outs)
 
 
-def kv_not_moved(slots: torch.Tensor, accepted: torch_ops.AcceptBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    _, target = torch_ops.path_slots(slots, accepted)
-    return target, target
+def kv_not_moved(*arguments: Any) -> None:
+    pass
 
 
 def hidden_in_slot_order(rows: torch.Tensor, accepted: torch_ops.AcceptBatch) -> torch.Tensor:
@@ -31,8 +29,9 @@ def hidden_in_slot_order(rows: torch.Tensor, accepted: torch_ops.AcceptBatch) ->
     return rows.view(batch, -1, rows.shape[-1])[:, :run].contiguous()
 
 
-def positions_by_index(depths: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    return prefix_lens.unsqueeze(1) + torch.arange(depths.shape[1])
+def positions_by_index(trees: torch_ops.TreeBatch, *others: Any, **outs: Any) -> inputs.VerifyInputs:
+    chain = replace(trees, depths=torch.arange(trees.depths.shape[1]).expand_as(trees.depths))
+    return inputs.verify_inputs(chain, *others, **outs)
 
 
 def builder_ignores_path(logprobs: torch.Tensor, ids: torch.Tensor, budget: int) -> torch_ops.TreeBatch:
@@ -74,10 +73,10 @@ def reserve_from_budget_alone() -> None:
 
 
 KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "mask_dropped": ("verify_mask", mask_dropped),
-    "kv_not_moved": ("path_slots", kv_not_moved),
+    "mask_dropped": ("verify_inputs", mask_dropped),
+    "kv_not_moved": ("move_kv", kv_not_moved),
     "hidden_in_slot_order": ("gather_path", hidden_in_slot_order),
-    "positions_by_index": ("node_positions", positions_by_index),
+    "positions_by_index": ("verify_inputs", positions_by_index),
     "builder_ignores_path": ("build_trees", builder_ignores_path),
     "noise_of_the_node": ("sample_nodes", noise_of_the_node),
     "rank_1_disagrees": ("accept", rank_1_disagrees),

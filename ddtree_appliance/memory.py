@@ -250,6 +250,8 @@ def _step_bytes(config: Config, target: Mapping[str, Any], drafter: Mapping[str,
     if drafts > nodes:
         total += drafts * vocabulary * _LOGIT_BYTES  # GraphSharedOutput: a larger buffer does not replace the first
     total += masks + (nodes + drafts) * context * _KV_INDEX_BYTES - indices
+    # What the verify attention reads (`DDTreeWorker.init_attention_backends`): slots, and a bit per node and node.
+    total += running * row * 4 + nodes * 4 * max(1, -(-config.ddtree.budget // 32))
     for model, rows in ((text_config(target), nodes), (text_config(drafter), drafts)):
         heads = max(int(model["num_attention_heads"]) // tp_size, 1)
         total += rows * heads * _KV_SPLITS * (_head_dim(model) + 1) * _LOGIT_BYTES

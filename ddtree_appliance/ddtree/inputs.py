@@ -50,14 +50,19 @@ def draft_inputs(
     mask_token: int,
     block_size: int,
     step_slots: int,
+    rows_out: torch.Tensor | None = None,
 ) -> DraftInputs:
     """The drafter's block and the S slots of a step.
 
     bonus_tokens: [b] int64; prefix_lens: [b] int32 or int64; requests: [b] int64, each request's row in req_to_token
-    ([any, longest] int32, the slots of a request's tokens); step_slots: S, at least B.
+    ([any, longest] int32, the slots of a request's tokens); step_slots: S, at least B; rows_out: [>= b, longest] int32,
+    where the first prefix + S slots of each request are copied, for an attention kernel that reads them there.
     """
     positions = prefix_lens.to(torch.int64).unsqueeze(1) + torch.arange(step_slots, device=prefix_lens.device)
     slots = req_to_token[requests.unsqueeze(1), positions].to(torch.int64)
+    if rows_out is not None:
+        is_known = torch.arange(rows_out.shape[1], device=rows_out.device) < positions[:, -1:] + 1
+        rows_out[: len(requests)] = torch.where(is_known, req_to_token[requests], rows_out[: len(requests)])
     block_ids = torch.full_like(positions[:, :block_size], mask_token)
     block_ids[:, 0] = bonus_tokens
     return DraftInputs(block_ids, positions, slots)

@@ -95,10 +95,11 @@ class Inputs:
         bits = torch.zeros((batch, width, words_for(width)), device=self.device, dtype=torch.int32)
         requests = torch.arange(batch, device=self.device)
         req_to_token = self.slots[: batch * (sizes.prefix + width)].view(batch, -1).to(torch.int32)
+        step_rows = torch.zeros_like(req_to_token)
         bonus = torch.zeros(batch, device=self.device, dtype=torch.int64)
         logits = torch.randn(batch, width, sizes.vocabulary, device=self.device)
         calls: dict[str, Call] = {
-            "draft inputs": lambda: table.draft_inputs(bonus, prefix, requests, req_to_token, 5, run, width),
+            "draft inputs": lambda: table.draft_inputs(bonus, prefix, requests, req_to_token, 5, run, width, step_rows),
             "candidates": lambda: table.top_candidates(hidden, self.head, sizes.topk),
             "build": lambda: table.build_trees(logprobs, ids, budget),
             "verify inputs": lambda: table.verify_inputs(trees, bonus, prefix, 0, mask, bits),
@@ -143,8 +144,8 @@ class Attention:
         prefixes, nodes = batch * prefix, batch * self.width
         self.prefix_slots, self.node_slots = inputs.slots[:prefixes], inputs.slots[prefixes : prefixes + nodes]
         rows = [self.prefix_slots.view(batch, prefix), self.node_slots.view(batch, self.width)]
-        self.req_to_token = torch.cat(rows, dim=1).to(torch.int32)
-        self.requests, self.prefix_lens = torch.arange(batch, device=device), lens
+        self.slots = torch.cat(rows, dim=1).to(torch.int32)
+        self.prefix_lens = lens
         steps = torch.arange(batch + 1, device=device)
         self.prefix_indptr = (steps * prefix).to(torch.int32)
         self.node_indptr = (steps * self.width).to(torch.int32)
@@ -156,13 +157,11 @@ class Attention:
 
     def ours(self, tiling: Tiling | None = None) -> Call:
         """This project's kernel. tiling: None for its own choice."""
-        attention = VerifyAttention(self.query.device, self.bits, tiling)
+        attention = VerifyAttention(self.query.device, self.slots, self.bits, tiling)
         return lambda: attention(
             self.query,
             self.keys,
             self.values,
-            self.req_to_token,
-            self.requests,
             self.prefix_lens,
             True,
             self.scale,

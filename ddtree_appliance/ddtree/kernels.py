@@ -18,6 +18,22 @@ from ddtree_appliance.ddtree.head import HeadShard
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
 
 
+class DraftInputs(Protocol):
+    """The signature of `inputs.draft_inputs`."""
+
+    def __call__(
+        self,
+        bonus_tokens: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        requests: torch.Tensor,
+        req_to_token: torch.Tensor,
+        mask_token: int,
+        block_size: int,
+        step_slots: int,
+        rows_out: torch.Tensor | None = None,
+    ) -> inputs.DraftInputs: ...
+
+
 class VerifyInputs(Protocol):
     """The signature of `inputs.verify_inputs`."""
 
@@ -36,7 +52,7 @@ class VerifyInputs(Protocol):
 class Kernels:
     """The steps around the two model forwards; see `inputs`, `torch_ops` and `sampling` for their contracts."""
 
-    draft_inputs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], inputs.DraftInputs]
+    draft_inputs: DraftInputs
     top_candidates: Callable[[torch.Tensor, HeadShard, int], tuple[torch.Tensor, torch.Tensor]]
     build_trees: Callable[[torch.Tensor, torch.Tensor, int], torch_ops.TreeBatch]
     verify_inputs: VerifyInputs

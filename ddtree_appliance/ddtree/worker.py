@@ -67,7 +67,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         self.kernels = kernels_for(self.device)
         self.head = target_head(self.model_runner.model)
         self._candidates = self._candidates_for(max_batch=0)
-        # Where an attention kernel that reads trees as bits finds them.
+        # What `VerifyAttention` reads in a step: each request's slots, and its tree as bits.
+        self._step_rows: torch.Tensor | None = None
         self._ancestor_bits: torch.Tensor | None = None
         self._times = StepTimes.of_environment(self.device, self.ps.tp_rank)
 
@@ -91,11 +92,13 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         """
         super().init_attention_backends()
         if self.device != "cpu":
-            requests = len(self.model_runner.req_to_token_pool.req_to_token)
-            shape = requests, self.verify_width, words_for(self.verify_width)
+            req_to_token = self.model_runner.req_to_token_pool.req_to_token
+            # Not SGLang's own table: the scheduler may write that while a forward runs.
+            self._step_rows = torch.zeros_like(req_to_token)
+            shape = len(req_to_token), self.verify_width, words_for(self.verify_width)
             self._ancestor_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            _bring_verify_attention(self.model_runner, self._ancestor_bits)
-            _bring_verify_attention(self.draft_model_runner, None)
+            _bring_verify_attention(self.model_runner, self._step_rows, self._ancestor_bits)
+            _bring_verify_attention(self.draft_model_runner, self._step_rows, None)
             self._keep_logits_as_they_are()
 
     def _maybe_build_draft_sampler(self) -> DraftCandidates:
@@ -144,6 +147,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
             int(self._mask_token_id),
             self.block_size,
             self.step_slots,
+            rows_out=self._step_rows,
         )
         candidates = self._draft(batch, inputs)
         self._end("draft")
@@ -344,10 +348,10 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
 
 
-def _bring_verify_attention(runner: Any, bits: torch.Tensor | None) -> None:
+def _bring_verify_attention(runner: Any, slots: torch.Tensor, bits: torch.Tensor | None) -> None:
     """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel.
 
-    runner: SGLang's ModelRunner; bits: as `VerifyAttention` takes them.
+    runner: SGLang's ModelRunner; slots, bits: as `VerifyAttention` takes them.
     """
     backend, pool = runner.attn_backend, runner.token_to_kv_pool
     if hasattr(backend, "_select_backend"):  # one backend for prefill and verify, another for decoding
@@ -355,7 +359,7 @@ def _bring_verify_attention(runner: Any, bits: torch.Tensor | None) -> None:
     if not isinstance(backend, TritonAttnBackend):
         return
     if serves(pool.head_dim, pool.v_head_dim, pool.dtype):
-        backend.target_verify_fwd = VerifyAttention(runner.device, bits)
+        backend.target_verify_fwd = VerifyAttention(runner.device, slots, bits)
     else:
         kind = "drafter" if runner.is_draft_worker else "target"
         logger.warning("%s: heads of %d (%s) take SGLang's general attention kernel", kind, pool.head_dim, pool.dtype)

@@ -49,7 +49,8 @@ def one_step(
     requests = torch.arange(batch, device=device)
     req_to_token = torch.arange(batch * 4096, device=device, dtype=torch.int32).view(batch, -1)
     bonus = trees.token_ids[:, -1].contiguous()
-    block = kernels.draft_inputs(bonus, prefix_lens, requests, req_to_token, 7, BLOCK, budget + BLOCK)
+    rows = torch.zeros_like(req_to_token)
+    block = kernels.draft_inputs(bonus, prefix_lens, requests, req_to_token, 7, BLOCK, budget + BLOCK, rows)
     bits = torch.zeros((batch, budget + 1, words_for(budget + 1)), dtype=torch.int32, device=device)
     verify = kernels.verify_inputs(trees, bonus, prefix_lens, 4096 * batch, bits_out=bits)
     kernels.move_kv(buffers, slots, accepted.path)
@@ -60,6 +61,7 @@ def one_step(
         "block_ids": block.block_ids,
         "block_positions": block.positions,
         "slots": block.slots,
+        "rows": rows,
         "verify_tokens": verify.token_ids,
         "positions": verify.positions,
         "mask": verify.mask,

@@ -10,7 +10,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from ddtree_appliance.ddtree.fused import attention  # noqa: E402
-from tests.kernels.test_fused import DEVICE, INTERPRETED, inputs, pytestmark, trees_of  # noqa: E402, F401
+from tests.kernels.test_fused import (  # noqa: E402
+    DEVICE,
+    FUSED,
+    INTERPRETED,
+    inputs,
+    on_device,
+    pytestmark,  # noqa: F401
+    torch_ops,
+    trees_of,
+)
 
 
 def reference(query: Any, keys: Any, values: Any, allowed: Any, scale: float) -> Any:
@@ -45,17 +54,16 @@ def run(
     # Queries are a part of a wider row, as after a fused projection.
     query = rows(batch * width, heads * dim + 8)[:, : heads * dim].view(batch * width, heads, dim)
     key_pool, value_pool = rows(count, kv_heads, dim), rows(count, kv_heads, dim)
-    # A row per request in another order than the batch's, with garbage behind what it holds.
-    requests = torch.arange(batch).flip(0)
-    req_to_token = torch.full((batch, max(prefixes) + width + 3), 2**31 - 1, dtype=torch.int32)
+    # Garbage behind what a request holds, and behind the batch.
+    step_rows = torch.full((batch + 2, max(prefixes) + width + 3), 2**31 - 1, dtype=torch.int32)
     used = list(slots[: sum(prefixes) + batch * width].split([prefix + width for prefix in prefixes]))
-    for row, own in zip(requests.tolist(), used, strict=True):
-        req_to_token[row, : len(own)] = own
+    for row, own in zip(step_rows, used, strict=False):
+        row[: len(own)] = own
     written = torch.ones_like(ancestors).tril() if drop_mask else ancestors
     output = torch.empty((batch * width, heads, dim), dtype=dtype, device=DEVICE)
-    tensors = (query, key_pool, value_pool, req_to_token, requests, torch.tensor(prefixes))
+    tensors = (query, key_pool, value_pool, torch.tensor(prefixes))
     bits = None if is_block else inputs.ancestor_bits(written).to(DEVICE)
-    attend = attention.VerifyAttention(DEVICE, bits, tiling)
+    attend = attention.VerifyAttention(DEVICE, step_rows.to(DEVICE), bits, tiling)
     for _ in range(2):  # a call leaves the next one what it found
         attend(*(each.to(DEVICE) for each in tensors), not is_block, dim**-0.5, width, output.fill_(float("nan")))
 
@@ -82,6 +90,8 @@ CASES = [
     ([5], 33, 2, 1, 16),
     ([100], 70, 2, 1, 16),
     ([60], 128, 1, 1, 16),
+    # Tiles that end just behind the prefix, at it, and just before it.
+    ([126, 128, 129], 5, 2, 1, 16),
 ]
 if not INTERPRETED:
     CASES += [([1], 64, 32, 8, 128), ([5000, 3], 128, 32, 8, 128), ([50 * n for n in range(32)], 64, 32, 8, 128)]
@@ -107,10 +117,54 @@ def test_without_a_mask_every_token_sees_its_whole_block(
     assert error(got, expected) < 1e-5
 
 
-def test_trees_without_bits_of_their_width_are_refused() -> None:
-    for bits in (None, torch.zeros((1, 5, 1), dtype=torch.int32), torch.zeros((1, 64, 1), dtype=torch.int32)):
-        with pytest.raises(ValueError, match="64 nodes"):
-            attention.VerifyAttention("cpu", bits)(*[torch.zeros(64, 1, 16)] * 6, True, 1.0, 64, torch.zeros(64, 1, 16))
+def test_a_step_attends_to_what_it_wrote_before_the_forward() -> None:
+    """The scheduler's table changes after the step has begun, and the batch's order is not the table's."""
+    generator = torch.Generator().manual_seed(3)
+    prefixes, width, heads, dim = [40, 3], 21, 2, 16
+    trees = trees_of((2, 7, 4), width - 1, "continuous")
+    moved = torch_ops.TreeBatch(*on_device(trees.token_ids, trees.parents, trees.depths, trees.ancestors))
+    req_to_token = torch.randperm(4 * 80, generator=generator).view(4, 80).to(torch.int32)
+    requests, lens, bonus = torch.tensor([3, 1]), torch.tensor(prefixes), torch.tensor([5, 6])
+    rows = torch.zeros((3, 80), dtype=torch.int32, device=DEVICE)
+    bits = torch.zeros((3, width, inputs.words_for(width)), dtype=torch.int32, device=DEVICE)
+    table = req_to_token.clone().to(DEVICE)
+    FUSED.draft_inputs(*on_device(bonus, lens, requests), table, 9, 16, width, rows)
+    FUSED.verify_inputs(moved, *on_device(bonus, lens), sum(prefixes), bits_out=bits)
+    table.fill_(0)
+
+    query = torch.randn(2 * width, heads, dim, generator=generator)
+    keys, values = (torch.randn(4 * 80, 1, dim, generator=generator) for _ in range(2))
+    output = torch.empty_like(query, device=DEVICE)
+    attend = attention.VerifyAttention(DEVICE, rows, bits)
+    attend(*on_device(query, keys, values, lens), True, dim**-0.5, width, output)
+
+    for at, (request, prefix) in enumerate(zip(requests.tolist(), prefixes, strict=True)):
+        used = req_to_token[request, : prefix + width].long()
+        allowed = torch.cat([torch.ones(width, prefix, dtype=torch.bool), trees.ancestors[at]], dim=1)
+        own = slice(at * width, (at + 1) * width)
+        expected = reference(query[own], keys[used], values[used], allowed, dim**-0.5)
+        assert error(output[own].cpu().double(), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "width,bits,requests,is_tree,complaint",
+    [
+        (64, None, 1, True, "64 nodes needs"),
+        (64, (1, 5, 1), 1, True, "64 nodes needs"),
+        (64, (1, 64, 1), 1, True, "64 nodes needs"),
+        (130, (1, 130, 5), 1, True, "up to 129"),
+        (64, (2, 64, 2), 3, True, "2 requests, not of 3"),
+        (16, None, 5, False, "4 requests, not of 5"),
+    ],
+)
+def test_what_the_buffers_do_not_hold_is_refused(
+    width: int, bits: tuple[int, ...] | None, requests: int, is_tree: bool, complaint: str
+) -> None:
+    slots = torch.zeros((4, 300), dtype=torch.int32)
+    kept = None if bits is None else torch.zeros(bits, dtype=torch.int32)
+    rows = torch.zeros(requests * width, 1, 16)
+    with pytest.raises(ValueError, match=complaint):
+        attention.VerifyAttention("cpu", slots, kept)(rows, rows, rows, torch.ones(requests), is_tree, 1.0, width, rows)
 
 
 def test_a_dropped_mask_would_be_noticed() -> None:

@@ -109,10 +109,40 @@ def test_what_the_drafter_reads_equals_its_twin(block_size: int, step_slots: int
     lens, requests, bonus = torch.tensor([0, 70, 3], dtype=dtype), torch.tensor([4, 0, 2]), torch.tensor([9, 8, 7])
     req_to_token = torch.randperm(5 * 200).view(5, 200).to(torch.int32)
     arguments = (bonus, lens, requests, req_to_token)
-    got = FUSED.draft_inputs(*on_device(*arguments), 151_669, block_size, step_slots)
-    expected = TWIN.draft_inputs(*arguments, 151_669, block_size, step_slots)
-    for field in ("block_ids", "positions", "slots"):
-        assert_same(getattr(got, field), getattr(expected, field), field)
+    rows = torch.full((4, 200), -7, dtype=torch.int32)
+    for outs in ((None, None), (rows.clone().to(DEVICE), rows)):
+        got = FUSED.draft_inputs(*on_device(*arguments), 151_669, block_size, step_slots, outs[0])
+        expected = TWIN.draft_inputs(*arguments, 151_669, block_size, step_slots, outs[1])
+        for field in ("block_ids", "positions", "slots"):
+            assert_same(getattr(got, field), getattr(expected, field), field)
+    assert_same(outs[0], rows, "rows")
+
+
+def test_rows_longer_than_one_program_copies_equal_their_twins() -> None:
+    lens, requests, bonus = torch.tensor([5000, 2040, 1]), torch.tensor([0, 2, 1]), torch.tensor([1, 2, 3])
+    req_to_token = torch.arange(3 * 6000, dtype=torch.int32).view(3, 6000)
+    got, expected = (torch.zeros(3, 6000, dtype=torch.int32, device=device) for device in (DEVICE, "cpu"))
+    FUSED.draft_inputs(*on_device(bonus, lens, requests, req_to_token), 9, 4, 16, got)
+    TWIN.draft_inputs(bonus, lens, requests, req_to_token, 9, 4, 16, expected)
+    assert_same(got, expected, "rows")
+
+
+def test_more_requests_than_a_buffer_has_rows_are_refused() -> None:
+    trees = trees_of((3, 4, 3), 7, "continuous")
+    bonus, lens, rows = torch.arange(3), torch.arange(3), torch.zeros((2, 40), dtype=torch.int32)
+    with pytest.raises(ValueError, match="2 requests, not for 3"):
+        FUSED.draft_inputs(bonus, lens, bonus, rows, 9, 4, 16, rows)
+    with pytest.raises(ValueError, match="2 requests, not for 3"):
+        FUSED.verify_inputs(trees, bonus, lens, 9, bits_out=torch.zeros((2, 8, 1), dtype=torch.int32))
+
+
+def test_the_mask_of_more_requests_than_are_summed_at_once_equals_its_twin() -> None:
+    batch = 140
+    trees = trees_of((batch, 1, 2), 2, "continuous")
+    moved = torch_ops.TreeBatch(*on_device(trees.token_ids, trees.parents, trees.depths, trees.ancestors))
+    lens, bonus = torch.arange(batch) % 7, torch.arange(batch)
+    got = FUSED.verify_inputs(moved, *on_device(bonus, lens), int(lens.sum()))
+    assert_same(got.mask, TWIN.verify_inputs(trees, bonus, lens, int(lens.sum())).mask, "mask")
 
 
 def predictions(trees: Any, seed: int) -> Any:

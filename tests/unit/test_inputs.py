@@ -64,11 +64,18 @@ def test_the_mask_equals_one_built_request_by_request(prefixes: list[int], dtype
 def test_a_drafter_reads_the_bonus_token_and_masks_at_the_places_after_the_prefix() -> None:
     req_to_token = (torch.arange(3).unsqueeze(1) * 100 + torch.arange(20)).to(torch.int32)
 
-    inputs = draft_inputs(torch.tensor([5, 6]), torch.tensor([0, 7]), torch.tensor([2, 1]), req_to_token, 9, 3, 4)
+    rows = torch.full((3, 20), -7, dtype=torch.int32)
+
+    inputs = draft_inputs(torch.tensor([5, 6]), torch.tensor([0, 7]), torch.tensor([2, 1]), req_to_token, 9, 3, 4, rows)
 
     assert inputs.block_ids.tolist() == [[5, 9, 9], [6, 9, 9]]
     assert inputs.positions.tolist() == [[0, 1, 2, 3], [7, 8, 9, 10]]
     assert inputs.slots.tolist() == [[200, 201, 202, 203], [107, 108, 109, 110]]
+    assert rows.tolist() == [
+        [200, 201, 202, 203, *[-7] * 16],
+        [*range(100, 111), *[-7] * 9],
+        [-7] * 20,
+    ]
     assert {each.dtype for each in (inputs.block_ids, inputs.positions, inputs.slots)} == {torch.int64}
 
 

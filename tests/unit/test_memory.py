@@ -108,7 +108,8 @@ def test_a_verify_step_by_hand() -> None:
             nodes * 151936 * 2,  # the model's own, bfloat16
             2 * nodes * (row + 65),  # masks: the graph's and the step's
             (nodes + drafts) * 32768 * 8,  # the graphs' KV indices
-            8 * row * 4,  # req_to_token
+            2 * 8 * row * 4,  # req_to_token, and its rows as the step found them
+            nodes * 2 * 4,  # ancestors, in bits
             256 << 20,  # ranking candidates: 8 x 15 x 151936 x 32 bytes would be more
             640 << 20,  # draws: nodes x 151936 x 56 bytes would be more
             8 * 151936 * 4,  # how often each token was put out
@@ -157,7 +158,7 @@ def test_a_small_budget_reserves_for_the_drafters_block() -> None:
 
 def test_a_drafter_wider_than_the_tree_has_its_own_logits() -> None:
     narrow, wide = plan(budget=15, max_running_requests=8), plan(budget=14, max_running_requests=8)
-    per_node = 151936 * 6 + 2 * (32768 + 32 + 15) + 32768 * 8 + 32 * 8 * 129 * 4
+    per_node = 151936 * 6 + 2 * (32768 + 32 + 15) + 32768 * 8 + 32 * 8 * 129 * 4 + 4
     # One node less per request, but a second buffer of 8 x 16 rows; the masks' rows are narrower by one, too.
     saved = 8 * per_node + 2 * 8 * 16
     assert wide.step_bytes - narrow.step_bytes == 8 * 16 * 151936 * 4 - saved
@@ -637,6 +638,8 @@ def test_a_steps_buffers_are_those_that_sglang_makes(
     """Its own code makes the graphs' buffers, on the meta device; the step's own are added by their shapes."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
+    from ddtree_appliance.ddtree.inputs import words_for
+
     width = budget + 1
     server_args = SimpleNamespace(
         speculative_algorithm="DFLASH",
@@ -680,6 +683,7 @@ def test_a_steps_buffers_are_those_that_sglang_makes(
             buffers[id(shared.get_logits_buffer(151936, rows=requests * tokens)._base)] = shared
         total += sum(4 * 151936 * shared.max_rows for shared in {id(each): each for each in buffers.values()}.values())
     row = context + sglang.sizing.get_req_to_token_extra_context_len(server_args)
+    total += requests * row * 4 + requests * width * 4 * words_for(width)
     total += requests * row * 4 + requests * width * (row + width) + requests * width * 151936 * 2
     ranked = requests * (block - 1) * 151936
     total += max(min(CANDIDATE_BYTES, ranked * CANDIDATE_BYTES_PER_LOGIT), ranked * 2)

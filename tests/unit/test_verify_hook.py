@@ -18,7 +18,6 @@ def triton_backend(calls: list[Any], **attributes: Any) -> Any:
         _verify_calls_with_metadata=0,
         _translate_kv_loc=None,
         token_to_kv_pool=pool,
-        req_to_token="slots of requests",
         dcp_size=1,
         enable_deterministic=False,
         use_verify_splitkv=False,
@@ -44,10 +43,11 @@ def attend(backend: Any, is_verify: bool = True, **layer: Any) -> Any:
         **{"sliding_window_size": -1, "k_scale": None, "v_scale": None, "xai_temperature_len": -1},
     }
     mode = SimpleNamespace(is_target_verify=lambda: is_verify)
-    batch = SimpleNamespace(forward_mode=mode, req_pool_indices="requests", seq_lens="prefix lengths")
+    batch = SimpleNamespace(forward_mode=mode, seq_lens="prefix lengths")
     query = torch.zeros(2, 8)
+    asked = {name: layer.pop(name) for name in ("sinks", "score_mod") if name in layer}
     return backend.forward_extend(
-        query, query, query, SimpleNamespace(**(given | layer)), batch, save_kv_cache=False
+        query, query, query, SimpleNamespace(**(given | layer)), batch, save_kv_cache=False, **asked
     )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def test_a_plugins_kernel_gets_the_requests_rows_and_needs_no_metadata() -> None
     backend = triton_backend(calls)
     output = attend(backend)
     (arguments,) = calls
-    assert arguments[1:9] == ("keys", "values", "slots of requests", "requests", "prefix lengths", True, 0.5, 2)
-    assert arguments[9].data_ptr() == output.data_ptr()
+    assert arguments[1:7] == ("keys", "values", "prefix lengths", True, 0.5, 2)
+    assert arguments[7].data_ptr() == output.data_ptr()
     assert backend._verify_calls_with_metadata == 0
 
 
@@ -66,6 +66,12 @@ def test_a_plugins_kernel_gets_the_requests_rows_and_needs_no_metadata() -> None
     [
         ({"target_verify_fwd": None}, {}, "general"),
         ({}, {"logit_cap": 30.0}, "general"),
+        ({}, {"k_scale": 1.0, "v_scale": 1.0, "k_scale_float": 2.0, "v_scale_float": 1.0}, "general"),
+        ({}, {"k_scale": 1.0, "v_scale": 1.0, "k_scale_float": 1.0, "v_scale_float": 2.0}, "general"),
+        ({}, {"sliding_window_size": 128}, "general"),
+        ({}, {"is_cross_attention": True}, "general"),  # not causal, but a mask
+        ({}, {"sinks": "sinks"}, "general"),
+        ({}, {"score_mod": "a function"}, "general"),
         ({}, {"xai_temperature_len": 9}, "general"),
         ({"_translate_kv_loc": lambda slots: slots}, {}, "general"),
         ({"enable_deterministic": True}, {}, "unified"),
@@ -81,6 +87,15 @@ def test_a_layer_that_another_kernel_answers_is_counted(
     attend(backend, **layer)
     assert calls == [answers, answers]
     assert backend._verify_calls_with_metadata == 2
+
+
+def test_layers_that_another_kernel_answers_count_among_others() -> None:
+    calls: list[Any] = []
+    backend = triton_backend(calls)
+    for cap in (0, 30.0, 0, 0):
+        attend(backend, logit_cap=cap)
+    assert [call if call == "general" else "plugin" for call in calls] == ["plugin", "general", "plugin", "plugin"]
+    assert backend._verify_calls_with_metadata == 1
 
 
 def test_what_is_no_verify_forward_is_not_counted() -> None:

@@ -29,19 +29,50 @@ def test_tritons_backend_gets_the_tree_kernel_where_the_heads_fit(
     outer = SimpleNamespace(_select_backend=lambda mode: backend if mode.is_target_verify() else None)
     pool = SimpleNamespace(head_dim=head_dim, v_head_dim=head_dim, dtype=getattr(torch, dtype))
     attn_backend = outer if is_hybrid else backend
-    bits = torch.zeros(1)
+    slots, bits = torch.zeros(1, 1), torch.zeros(1)
     worker._bring_verify_attention(
-        SimpleNamespace(attn_backend=attn_backend, token_to_kv_pool=pool, device="cpu", is_draft_worker=False), bits
+        SimpleNamespace(attn_backend=attn_backend, token_to_kv_pool=pool, device="cpu", is_draft_worker=False),
+        slots,
+        bits,
     )
     assert isinstance(backend.target_verify_fwd, worker.VerifyAttention) is given
-    assert not given or backend.target_verify_fwd.bits is bits
+    if given:
+        assert (backend.target_verify_fwd.slots, backend.target_verify_fwd.bits) == (slots, bits)
     assert ("general attention kernel" in caplog.text) is not given
+
+
+def test_both_models_attend_by_the_buffers_that_a_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    module = import_sglang("ddtree_appliance.ddtree.worker")
+    monkeypatch.setattr(module.DFlashWorkerV2, "init_attention_backends", lambda worker: None)
+    worker = object.__new__(module.DDTreeWorker)
+    worker.device, worker.verify_width, worker.ps = "meta", 66, SimpleNamespace(tp_size=1)
+    req_to_token = torch.zeros((5, 90), dtype=torch.int32, device="meta")
+    runners = []
+    for is_draft in (False, True):
+        backend = object.__new__(module.TritonAttnBackend)
+        backend.target_verify_fwd = None
+        pool = SimpleNamespace(head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
+        model = SimpleNamespace(logits_processor=SimpleNamespace(keeps_verify_dtype=False))
+        names = {"attn_backend": backend, "token_to_kv_pool": pool, "model": model, "is_draft_worker": is_draft}
+        table = SimpleNamespace(req_to_token=req_to_token)
+        runners.append(SimpleNamespace(**names, device="meta", req_to_token_pool=table))
+    worker.model_runner, worker.draft_model_runner = runners
+
+    worker.init_attention_backends()
+
+    target, drafter = (runner.attn_backend.target_verify_fwd for runner in runners)
+    assert target.slots is drafter.slots is worker._step_rows is not req_to_token
+    assert (worker._step_rows.shape, worker._step_rows.dtype) == ((5, 90), torch.int32)
+    assert target.bits is worker._ancestor_bits and drafter.bits is None
+    assert (target.bits.shape, target.bits.dtype) == ((5, 66, 3), torch.int32)
 
 
 def test_another_backend_is_left_as_it_is() -> None:
     worker = import_sglang("ddtree_appliance.ddtree.worker")
     other = SimpleNamespace()
-    worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None), None)
+    worker._bring_verify_attention(SimpleNamespace(attn_backend=other, token_to_kv_pool=None), None, None)
     assert vars(other) == {}
 
 

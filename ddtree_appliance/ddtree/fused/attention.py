@@ -51,6 +51,8 @@ TILINGS = (
 MANY_ROWS = Tiling(rows=64, keys=64, warps=4, stages=3, part_tiles=2)
 SMALLEST_HEAD, LARGEST_HEAD = 16, 128
 MOST_PARTS = 16
+# Of `inputs.ancestor_bits` per node; the kernel names each.
+MOST_WORDS = 4
 LOG2_E = 1.4426950408889634
 
 
@@ -260,12 +262,21 @@ class VerifyAttention:
     """Attention of TARGET_VERIFY forwards on one device: trees, and drafters' blocks. Calls share one stream."""
 
     def __init__(
-        self, device: torch.device | str, bits: torch.Tensor | None = None, tiling: Tiling | None = None
+        self,
+        device: torch.device | str,
+        slots: torch.Tensor,
+        bits: torch.Tensor | None = None,
+        tiling: Tiling | None = None,
     ) -> None:
-        """bits: [most requests, V, words] int32 on the device, where `inputs.ancestor_bits` of a step's trees are
-        before its forward; None for drafters' blocks. tiling: None for `tiling_for`'s.
+        """Buffers on the device, filled before a step's forwards, their row i for the batch's request i.
+
+        slots: [most requests, longest] int32, where the keys of a request's tokens are, those of the step included;
+        bits: [most requests, V, words] int32, `inputs.ancestor_bits` of the step's trees, None for drafters' blocks;
+        tiling: None for `tiling_for`'s.
         """
         self.bits = bits
+        self.slots = slots
+        self._rows = torch.arange(len(slots), device=device)
         self._tiling = tiling
         is_cuda = torch.device(device).type == "cuda"
         self._attend_rows = attend_rows_on(torch.cuda.get_device_capability(device)[0] if is_cuda else 0)
@@ -278,8 +289,6 @@ class VerifyAttention:
         query: torch.Tensor,
         key_pool: torch.Tensor,
         value_pool: torch.Tensor,
-        req_to_token: torch.Tensor,
-        requests: torch.Tensor,
         prefix_lens: torch.Tensor,
         is_tree: bool,
         scale: float,
@@ -288,15 +297,19 @@ class VerifyAttention:
     ) -> None:
         """Attention of b * V tokens into `output`; their own keys and values are in the pool already.
 
-        query: [b * V, heads, dim] (any row stride); key_pool, value_pool: [slots, kv_heads, dim]; req_to_token: [any,
-        longest] int32, the slots of a request's tokens, the V after its prefix included; requests: [b], each one's row
-        there; prefix_lens: [b]; is_tree: tokens see their prefix and their ancestors by `bits`, not all V of their
-        request; scale: of the scores; width: V; output: [b * V, heads, dim], contiguous. bf16, fp16 or fp32 (exact
-        fp32 products). Raises ValueError for trees without bits of their width.
+        query: [b * V, heads, dim] (any row stride); key_pool, value_pool: [slots, kv_heads, dim]; prefix_lens: [b];
+        is_tree: tokens see their prefix and their ancestors by `bits`, not all V of their request; scale: of the
+        scores; width: V, at most 129; output: [b * V, heads, dim], contiguous. bf16, fp16 or fp32 (exact fp32
+        products). Raises ValueError for more requests than `slots` has rows, and for trees without bits of their width.
         """
         if is_tree and (self.bits is None or self.bits.shape[1:] != (width, words_for(width))):
             known = None if self.bits is None else list(self.bits.shape)
             raise ValueError(f"the attention of trees of {width} nodes needs their ancestor bits, and has {known}")
+        if is_tree and words_for(width) > MOST_WORDS:
+            raise ValueError(f"the attention of trees takes up to {32 * MOST_WORDS + 1} nodes, not {width}")
+        rows = min(len(self.slots), len(self.slots) if self.bits is None else len(self.bits))
+        if len(query) > rows * width:
+            raise ValueError(f"the attention has slots or bits of {rows} requests, not of {len(query) // width}")
         tokens, heads, dim = query.shape
         kv_heads, value_dim = value_pool.shape[1:]
         batch, group = tokens // width, heads // kv_heads
@@ -307,11 +320,11 @@ class VerifyAttention:
         if parts > 1:
             values = torch.empty((tokens, heads, parts, value_dim), dtype=torch.float32, device=query.device)
             lse = torch.empty((tokens, heads, parts), dtype=torch.float32, device=query.device)
-        bits, words = (self.bits, words_for(width)) if is_tree else (requests, 0)
+        bits, words = (self.bits, words_for(width)) if is_tree else (self.slots, 0)
         is_cut_short = tiling.rows <= SHORT_ROWS * parts
         _attend[(batch, blocks, parts)](
-            query, key_pool, value_pool, req_to_token, requests, prefix_lens, bits, output, values, lse, self._arrivals,
-            scale * LOG2_E, width, query.stride(0), key_pool.stride(0), value_pool.stride(0), req_to_token.stride(0),
+            query, key_pool, value_pool, self.slots, self._rows, prefix_lens, bits, output, values, lse, self._arrivals,
+            scale * LOG2_E, width, query.stride(0), key_pool.stride(0), value_pool.stride(0), self.slots.stride(0),
             heads,
             WORDS=words, GROUP=group, DIM=dim, VALUE_DIM=value_dim, DIMS=triton.next_power_of_2(dim),
             VALUE_DIMS=triton.next_power_of_2(value_dim), PARTS=parts, PART_TILES=tiling.part_tiles, ROWS=tiling.rows,

@@ -11,25 +11,32 @@ from ddtree_appliance.ddtree.torch_ops import TreeBatch
 
 # Prefix lengths that are summed at once: a constant, so that every batch runs the same compiled kernel.
 REQUESTS = 128
+# Slots of a request's row that one program copies.
+COPIED = 2048
 
 
 @triton.jit
 def _write_draft_inputs(
-    bonus_tokens, prefix_lens, requests, req_to_token, block_ids, positions, slots, mask_token, block_size, step_slots,
-    request_stride, SLOTS: tl.constexpr,
+    bonus_tokens, prefix_lens, requests, req_to_token, block_ids, positions, slots, rows, mask_token, block_size,
+    step_slots, request_stride, row_stride, SLOTS: tl.constexpr, COPIED: tl.constexpr, HAS_ROWS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     prefix = tl.load(prefix_lens + at).to(tl.int64)
-    row = tl.load(requests + at).to(tl.int64)
-    bonus = tl.load(bonus_tokens + at).to(tl.int64)
-    step = tl.arange(0, SLOTS)
-    inside = step < step_slots
-    position = prefix + step
-    slot = tl.load(req_to_token + row * request_stride + position, mask=inside, other=0)
-    tl.store(positions + at * step_slots + step, position, mask=inside)
-    tl.store(slots + at * step_slots + step, slot.to(tl.int64), mask=inside)
-    token = tl.where(step == 0, bonus, mask_token)
-    tl.store(block_ids + at * block_size + step, token, mask=step < block_size)
+    own_row = req_to_token + tl.load(requests + at).to(tl.int64) * request_stride
+    if HAS_ROWS:
+        place = part * COPIED + tl.arange(0, COPIED)
+        is_known = place < prefix + step_slots
+        tl.store(rows + at * row_stride + place, tl.load(own_row + place, mask=is_known, other=0), mask=is_known)
+    if part == 0:
+        bonus = tl.load(bonus_tokens + at).to(tl.int64)
+        step = tl.arange(0, SLOTS)
+        inside = step < step_slots
+        position = prefix + step
+        slot = tl.load(own_row + position, mask=inside, other=0)
+        tl.store(positions + at * step_slots + step, position, mask=inside)
+        tl.store(slots + at * step_slots + step, slot.to(tl.int64), mask=inside)
+        token = tl.where(step == 0, bonus, mask_token)
+        tl.store(block_ids + at * block_size + step, token, mask=step < block_size)
 
 
 @triton.jit
@@ -63,6 +70,11 @@ def _write_verify_inputs(
     tl.store(positions + at, prefix + tl.load(depths + at))
 
 
+def _check_rows(name: str, out: torch.Tensor, batch: int) -> None:
+    if batch > len(out):
+        raise ValueError(f"{name} has rows for {len(out)} requests, not for {batch}")
+
+
 def draft_inputs(
     bonus_tokens: torch.Tensor,
     prefix_lens: torch.Tensor,
@@ -71,14 +83,20 @@ def draft_inputs(
     mask_token: int,
     block_size: int,
     step_slots: int,
+    rows_out: torch.Tensor | None = None,
 ) -> DraftInputs:
-    """As `inputs.draft_inputs`."""
+    """As `inputs.draft_inputs`. Raises ValueError for more requests than rows_out has rows."""
     batch, device = len(prefix_lens), prefix_lens.device
     block_ids = torch.empty((batch, block_size), dtype=torch.int64, device=device)
     positions, slots = (torch.empty((batch, step_slots), dtype=torch.int64, device=device) for _ in range(2))
-    _write_draft_inputs[(batch,)](
-        bonus_tokens, prefix_lens, requests, req_to_token, block_ids, positions, slots, mask_token, block_size,
-        step_slots, req_to_token.stride(0), SLOTS=triton.next_power_of_2(step_slots), num_warps=1,
+    parts, rows = 1, slots
+    if rows_out is not None:
+        _check_rows("rows_out", rows_out, batch)
+        parts, rows = triton.cdiv(rows_out.shape[1], COPIED), rows_out
+    _write_draft_inputs[(batch, parts)](
+        bonus_tokens, prefix_lens, requests, req_to_token, block_ids, positions, slots, rows, mask_token, block_size,
+        step_slots, req_to_token.stride(0), rows.stride(0), SLOTS=triton.next_power_of_2(step_slots), COPIED=COPIED,
+        HAS_ROWS=rows_out is not None, num_warps=4,
     )  # fmt: skip
     return DraftInputs(block_ids, positions, slots)
 
@@ -91,8 +109,10 @@ def verify_inputs(
     mask_out: torch.Tensor | None = None,
     bits_out: torch.Tensor | None = None,
 ) -> VerifyInputs:
-    """As `inputs.verify_inputs`. bits_out: contiguous."""
+    """As `inputs.verify_inputs`. bits_out: contiguous. Raises ValueError for more requests than it has rows."""
     batch, width = trees.token_ids.shape
+    if bits_out is not None:
+        _check_rows("bits_out", bits_out, batch)
     device = trees.token_ids.device
     if mask_out is None:
         size = width * (prefix_lens_bound + batch * width)

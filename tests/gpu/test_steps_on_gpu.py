@@ -44,7 +44,7 @@ def one_step(
     """Every step after the candidates are known, with inputs on `device`. buffers: a row for every slot."""
     kernels = kernels_for(device)
     trees = kernels.build_trees(*candidates, budget)
-    accepted = kernels.accept(trees, predict(trees), min(BLOCK, budget + 1))
+    accepted = kernels.accept(trees, predict, min(BLOCK, budget + 1))
     slots = torch.arange(batch * (budget + BLOCK), device=device).view(batch, -1)
     requests = torch.arange(batch, device=device)
     req_to_token = torch.arange(batch * 4096, device=device, dtype=torch.int32).view(batch, -1)
@@ -74,9 +74,20 @@ def one_step(
     }
 
 
-def follow_first_children(trees: Any) -> Any:
-    """A prediction that walks down the tree: after each node, the token of the next row (its child if there is one)."""
-    return trees.token_ids.roll(-1, dims=1).clamp(min=0)
+def deep_walk(trees: Any) -> Any:
+    """A prediction, made on the CPU: after each node the last of those children that lead deepest."""
+    batch, width = trees.token_ids.shape
+    predict, requests = torch.zeros((batch, width), dtype=torch.int64), torch.arange(batch)
+    height = torch.zeros((batch, width), dtype=torch.int64)
+    # A child comes after its parent. Padding adds to nothing.
+    for node in range(width - 1, 0, -1):
+        rows = requests[trees.parents[:, node] >= 0]
+        parent = trees.parents[rows, node]
+        is_deeper = height[rows, node] + 1 > height[rows, parent]
+        rows, parent = rows[is_deeper], parent[is_deeper]
+        height[rows, parent] = height[rows, node] + 1
+        predict[rows, parent] = trees.token_ids[rows, node]
+    return predict
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 128])
@@ -93,11 +104,13 @@ def test_steps_on_the_gpu_equal_the_cpu_and_wait_for_nothing(batch: int, budget:
     rows = torch.arange(batch * (budget + BLOCK) * 8, dtype=torch.int32).view(-1, 1, 8)
     kv, kv_on_gpu = KVBuffers.of([rows.clone()]), KVBuffers.of([rows.cuda()])
 
-    expected = one_step("cpu", batch, budget, candidates, prefix_lens, follow_first_children, kv)
+    predict = deep_walk(kernels_for("cpu").build_trees(*candidates, budget))
+    expected = one_step("cpu", batch, budget, candidates, prefix_lens, predict, kv)
+    assert budget < 16 or not torch.equal(kv.tensors[0], rows), "nothing was moved"
     on_gpu = tuple(tensor.cuda() for tensor in candidates)
-    prefix_on_gpu = prefix_lens.cuda()
+    prefix_on_gpu, predict_on_gpu = prefix_lens.cuda(), predict.cuda()
     with host_waits_are_errors():
-        got = one_step("cuda", batch, budget, on_gpu, prefix_on_gpu, follow_first_children, kv_on_gpu)
+        got = one_step("cuda", batch, budget, on_gpu, prefix_on_gpu, predict_on_gpu, kv_on_gpu)
     for name, tensor in expected.items():
         assert torch.equal(got[name].cpu(), tensor), name
 

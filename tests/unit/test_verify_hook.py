@@ -1,5 +1,6 @@
 """SGLang's Triton backend, as patched: which kernel answers a verify forward, and whether replays fill its metadata."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -56,8 +57,12 @@ def test_a_plugins_kernel_gets_the_requests_rows_and_needs_no_metadata() -> None
     backend = triton_backend(calls)
     output = attend(backend)
     (arguments,) = calls
-    assert arguments[1:7] == ("keys", "values", "prefix lengths", True, 0.5, 2)
-    assert arguments[7].data_ptr() == output.data_ptr()
+    ours = import_sglang("ddtree_appliance.ddtree.fused.attention").VerifyAttention
+    given = inspect.signature(ours.__call__).bind("self", *arguments).arguments
+    assert given["query"].shape == (2, 2, 4)
+    assert (given["key_pool"], given["value_pool"], given["prefix_lens"]) == ("keys", "values", "prefix lengths")
+    assert (given["is_tree"], given["scale"], given["width"]) == (True, 0.5, 2)
+    assert given["output"].shape == (2, 2, 4) and given["output"].data_ptr() == output.data_ptr()
     assert backend._verify_calls_with_metadata == 0
 
 

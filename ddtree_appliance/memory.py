@@ -13,6 +13,7 @@ from typing import Any
 
 from ddtree_appliance.checkpoint import Checkpoint
 from ddtree_appliance.config import Config
+from ddtree_appliance.ddtree.limits import words_for
 from ddtree_appliance.ddtree.pair import block_size_of
 
 GIB = 1 << 30
@@ -251,7 +252,7 @@ def _step_bytes(config: Config, target: Mapping[str, Any], drafter: Mapping[str,
         total += drafts * vocabulary * _LOGIT_BYTES  # GraphSharedOutput: a larger buffer does not replace the first
     total += masks + (nodes + drafts) * context * _KV_INDEX_BYTES - indices
     # What the verify attention reads (`DDTreeWorker.init_attention_backends`): slots, and a bit per node and node.
-    total += running * row * 4 + nodes * 4 * max(1, -(-config.ddtree.budget // 32))
+    total += running * row * 4 + nodes * 4 * words_for(width)
     for model, rows in ((text_config(target), nodes), (text_config(drafter), drafts)):
         heads = max(int(model["num_attention_heads"]) // tp_size, 1)
         total += rows * heads * _KV_SPLITS * (_head_dim(model) + 1) * _LOGIT_BYTES

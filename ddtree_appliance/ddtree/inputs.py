@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ddtree_appliance.ddtree.limits import BITS_PER_WORD, words_for
 from ddtree_appliance.ddtree.torch_ops import TreeBatch
-
-BITS_PER_WORD = 32
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,6 @@ def verify_mask(
     cell = start.view(-1, 1, 1) + rows.view(1, -1, 1) * row_len.view(-1, 1, 1) + (row_len - width).view(-1, 1, 1) + rows
     out[cell.flatten()] = ancestors.flatten().to(out.dtype)
     return out
-
-
-def words_for(width: int) -> int:
-    """The words of `ancestor_bits` per node. width: V."""
-    return max(1, -(-(width - 1) // BITS_PER_WORD))
 
 
 def ancestor_bits(ancestors: torch.Tensor) -> torch.Tensor:

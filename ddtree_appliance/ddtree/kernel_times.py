@@ -13,9 +13,10 @@ from triton.runtime.errors import OutOfResources
 
 from ddtree_appliance.ddtree.fused.attention import Tiling, VerifyAttention
 from ddtree_appliance.ddtree.head import HeadShard
-from ddtree_appliance.ddtree.inputs import ancestor_bits, verify_mask, words_for
+from ddtree_appliance.ddtree.inputs import ancestor_bits, verify_mask
 from ddtree_appliance.ddtree.kernels import TORCH, Kernels
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
+from ddtree_appliance.ddtree.limits import words_for
 from ddtree_appliance.ddtree.sampling import Sampling
 
 Call = Callable[[], Any]

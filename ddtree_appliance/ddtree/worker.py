@@ -28,9 +28,10 @@ from ddtree_appliance.ddtree.constrained import constrain_trees
 from ddtree_appliance.ddtree.draft_candidates import DraftCandidates
 from ddtree_appliance.ddtree.fused.attention import VerifyAttention, serves
 from ddtree_appliance.ddtree.head import target_head
-from ddtree_appliance.ddtree.inputs import DraftInputs, words_for
+from ddtree_appliance.ddtree.inputs import DraftInputs
 from ddtree_appliance.ddtree.kernels import kernels_for
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers
+from ddtree_appliance.ddtree.limits import words_for
 from ddtree_appliance.ddtree.logprobs import add_logprobs
 from ddtree_appliance.ddtree.step_times import StepTimes
 from ddtree_appliance.ddtree.target_choice import TargetChoice
@@ -94,11 +95,14 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         if self.device != "cpu":
             req_to_token = self.model_runner.req_to_token_pool.req_to_token
             # Not SGLang's own table: the scheduler may write that while a forward runs.
-            self._step_rows = torch.zeros_like(req_to_token)
+            rows = torch.zeros_like(req_to_token)
             shape = len(req_to_token), self.verify_width, words_for(self.verify_width)
-            self._ancestor_bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            _bring_verify_attention(self.model_runner, self._step_rows, self._ancestor_bits)
-            _bring_verify_attention(self.draft_model_runner, self._step_rows, None)
+            bits = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            is_targets = _bring_verify_attention(self.model_runner, rows, bits)
+            is_drafters = _bring_verify_attention(self.draft_model_runner, rows, None)
+            # A step fills what is read.
+            self._step_rows = rows if is_targets or is_drafters else None
+            self._ancestor_bits = bits if is_targets else None
             self._keep_logits_as_they_are()
 
     def _maybe_build_draft_sampler(self) -> DraftCandidates:
@@ -348,8 +352,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]  # SGLang ships no typ
         return reserved, int(batch.spec_info.reserved_seq_lens_sum)
 
 
-def _bring_verify_attention(runner: Any, slots: torch.Tensor, bits: torch.Tensor | None) -> None:
-    """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel.
+def _bring_verify_attention(runner: Any, slots: torch.Tensor, bits: torch.Tensor | None) -> bool:
+    """Give Triton's backend, where it runs TARGET_VERIFY forwards, our kernel. Returns whether it has it.
 
     runner: SGLang's ModelRunner; slots, bits: as `VerifyAttention` takes them.
     """
@@ -357,9 +361,10 @@ def _bring_verify_attention(runner: Any, slots: torch.Tensor, bits: torch.Tensor
     if hasattr(backend, "_select_backend"):  # one backend for prefill and verify, another for decoding
         backend = backend._select_backend(ForwardMode.TARGET_VERIFY)
     if not isinstance(backend, TritonAttnBackend):
-        return
-    if serves(pool.head_dim, pool.v_head_dim, pool.dtype):
-        backend.target_verify_fwd = VerifyAttention(runner.device, slots, bits)
-    else:
+        return False
+    if not serves(pool.head_dim, pool.v_head_dim, pool.dtype):
         kind = "drafter" if runner.is_draft_worker else "target"
         logger.warning("%s: heads of %d (%s) take SGLang's general attention kernel", kind, pool.head_dim, pool.dtype)
+        return False
+    backend.target_verify_fwd = VerifyAttention(runner.device, slots, bits)
+    return True

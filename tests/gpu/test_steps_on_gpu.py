@@ -13,9 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
-from ddtree_appliance.ddtree.inputs import words_for  # noqa: E402
 from ddtree_appliance.ddtree.kernels import TORCH, Kernels, kernels_for  # noqa: E402
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
+from ddtree_appliance.ddtree.limits import words_for  # noqa: E402
 from ddtree_appliance.ddtree.sampling import Sampling  # noqa: E402
 
 pytestmark = [

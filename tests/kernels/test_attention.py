@@ -10,11 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from ddtree_appliance.ddtree.fused import attention  # noqa: E402
+from ddtree_appliance.ddtree.inputs import ancestor_bits  # noqa: E402
+from ddtree_appliance.ddtree.limits import words_for  # noqa: E402
 from tests.kernels.test_fused import (  # noqa: E402
     DEVICE,
     FUSED,
     INTERPRETED,
-    inputs,
     on_device,
     pytestmark,  # noqa: F401
     torch_ops,
@@ -62,7 +63,7 @@ def run(
     written = torch.ones_like(ancestors).tril() if drop_mask else ancestors
     output = torch.empty((batch * width, heads, dim), dtype=dtype, device=DEVICE)
     tensors = (query, key_pool, value_pool, torch.tensor(prefixes))
-    bits = None if is_block else inputs.ancestor_bits(written).to(DEVICE)
+    bits = None if is_block else ancestor_bits(written).to(DEVICE)
     attend = attention.VerifyAttention(DEVICE, step_rows.to(DEVICE), bits, tiling)
     for _ in range(2):  # a call leaves the next one what it found
         attend(*(each.to(DEVICE) for each in tensors), not is_block, dim**-0.5, width, output.fill_(float("nan")))
@@ -126,7 +127,7 @@ def test_a_step_attends_to_what_it_wrote_before_the_forward() -> None:
     req_to_token = torch.randperm(4 * 80, generator=generator).view(4, 80).to(torch.int32)
     requests, lens, bonus = torch.tensor([3, 1]), torch.tensor(prefixes), torch.tensor([5, 6])
     rows = torch.zeros((3, 80), dtype=torch.int32, device=DEVICE)
-    bits = torch.zeros((3, width, inputs.words_for(width)), dtype=torch.int32, device=DEVICE)
+    bits = torch.zeros((3, width, words_for(width)), dtype=torch.int32, device=DEVICE)
     table = req_to_token.clone().to(DEVICE)
     FUSED.draft_inputs(*on_device(bonus, lens, requests), table, 9, 16, width, rows)
     FUSED.verify_inputs(moved, *on_device(bonus, lens), sum(prefixes), bits_out=bits)

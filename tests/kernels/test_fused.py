@@ -15,10 +15,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("needs TRITON_INTERPRET=1 or an NVIDIA GPU", allow_module_level=True)
 
-from ddtree_appliance.ddtree import inputs, kernels, torch_ops  # noqa: E402
+from ddtree_appliance.ddtree import kernels, torch_ops  # noqa: E402
 from ddtree_appliance.ddtree.fused import candidates as fused_candidates  # noqa: E402
 from ddtree_appliance.ddtree.head import HeadShard  # noqa: E402
 from ddtree_appliance.ddtree.kv_buffers import KVBuffers  # noqa: E402
+from ddtree_appliance.ddtree.limits import words_for  # noqa: E402
 from tests.unit.test_torch_ops import LEVELS, candidates  # noqa: E402
 
 # Triton 3.6's interpreter, with the numpy that SGLang pins; and NaN on purpose, computed by numpy there.
@@ -90,7 +91,7 @@ def test_what_the_verify_reads_equals_its_twin(prefixes: list[int], budget: int,
     outs: list[dict[str, Any]] = [{}, {}]
     if into_a_buffer:
         mask = torch.randint(0, 2, (width * (bound + batch * width) + 5,), dtype=torch.uint8)
-        bits = torch.randint(-9, 9, (batch + 2, width, inputs.words_for(width)), dtype=torch.int32)
+        bits = torch.randint(-9, 9, (batch + 2, width, words_for(width)), dtype=torch.int32)
         outs = [{"mask_out": mask.to(device), "bits_out": bits.to(device)} for device in (DEVICE, "cpu")]
         outs[1] = {name: each.clone() for name, each in outs[1].items()}
         outs[0] = {name: each.clone() for name, each in outs[0].items()}

@@ -15,8 +15,8 @@ from ddtree_appliance.ddtree.inputs import (  # noqa: E402
     node_positions,
     verify_inputs,
     verify_mask,
-    words_for,
 )
+from ddtree_appliance.ddtree.limits import words_for  # noqa: E402
 from ddtree_appliance.ddtree.torch_ops import build_trees  # noqa: E402
 from ddtree_appliance.ddtree.tree import NO_TOKEN  # noqa: E402
 from tests.unit.test_torch_ops import LEVELS, candidates, reference_trees  # noqa: E402

@@ -638,7 +638,7 @@ def test_a_steps_buffers_are_those_that_sglang_makes(
     """Its own code makes the graphs' buffers, on the meta device; the step's own are added by their shapes."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    from ddtree_appliance.ddtree.inputs import words_for
+    from ddtree_appliance.ddtree.limits import words_for
 
     width = budget + 1
     server_args = SimpleNamespace(

@@ -41,7 +41,11 @@ def test_tritons_backend_gets_the_tree_kernel_where_the_heads_fit(
     assert ("general attention kernel" in caplog.text) is not given
 
 
-def test_both_models_attend_by_the_buffers_that_a_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("served", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_step_writes_the_buffers_by_which_target_and_drafter_attend(
+    served: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none that nobody reads."""
     import torch
 
     module = import_sglang("ddtree_appliance.ddtree.worker")
@@ -50,10 +54,11 @@ def test_both_models_attend_by_the_buffers_that_a_step_writes(monkeypatch: pytes
     worker.device, worker.verify_width, worker.ps = "meta", 66, SimpleNamespace(tp_size=1)
     req_to_token = torch.zeros((5, 90), dtype=torch.int32, device="meta")
     runners = []
-    for is_draft in (False, True):
+    for is_draft, is_served in zip((False, True), served, strict=True):
         backend = object.__new__(module.TritonAttnBackend)
         backend.target_verify_fwd = None
-        pool = SimpleNamespace(head_dim=128, v_head_dim=128, dtype=torch.bfloat16)
+        head_dim = 128 if is_served else 256
+        pool = SimpleNamespace(head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
         model = SimpleNamespace(logits_processor=SimpleNamespace(keeps_verify_dtype=False))
         names = {"attn_backend": backend, "token_to_kv_pool": pool, "model": model, "is_draft_worker": is_draft}
         table = SimpleNamespace(req_to_token=req_to_token)
@@ -63,10 +68,19 @@ def test_both_models_attend_by_the_buffers_that_a_step_writes(monkeypatch: pytes
     worker.init_attention_backends()
 
     target, drafter = (runner.attn_backend.target_verify_fwd for runner in runners)
-    assert target.slots is drafter.slots is worker._step_rows is not req_to_token
-    assert (worker._step_rows.shape, worker._step_rows.dtype) == ((5, 90), torch.int32)
-    assert target.bits is worker._ancestor_bits and drafter.bits is None
-    assert (target.bits.shape, target.bits.dtype) == ((5, 66, 3), torch.int32)
+    assert (target is not None, drafter is not None) == served
+    given = [attention for attention in (target, drafter) if attention is not None]
+    assert all(attention.slots is worker._step_rows is not req_to_token for attention in given)
+    if given:
+        assert (worker._step_rows.shape, worker._step_rows.dtype) == ((5, 90), torch.int32)
+    else:
+        assert worker._step_rows is None
+    if target is None:
+        assert worker._ancestor_bits is None
+    else:
+        assert target.bits is worker._ancestor_bits
+        assert (target.bits.shape, target.bits.dtype) == ((5, 66, 3), torch.int32)
+    assert drafter is None or drafter.bits is None
 
 
 def test_another_backend_is_left_as_it_is() -> None:

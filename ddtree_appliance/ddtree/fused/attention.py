@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ddtree_appliance.ddtree.inputs import words_for
+from ddtree_appliance.ddtree.limits import BITS_PER_WORD, words_for
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tiling:
 
 SHORT_ROWS = 16
 # By the number of 16-row blocks in a batch up to which each serves; chosen among those measured on an H200 for speed at
-# prefixes of 300 tokens that is not paid for at 16,000. With heads of 128 in 16 bits they need no more shared memory
+# prefixes of 300 tokens that is not paid for at 2,000. With heads of 128 in 16 bits they need no more shared memory
 # than every served GPU has. Larger heads do not fit everywhere, see `serves`.
 TILINGS = (
     (66, Tiling(rows=16, keys=128, warps=4, stages=3, programs=264)),
@@ -196,8 +196,8 @@ def _attend_rows_apart(
 
 @triton.jit
 def _attend(
-    query, key_pool, value_pool, req_to_token, requests, prefix_lens, bits, output, parts, part_lse, arrivals, scale,
-    width, query_stride, key_stride, value_stride, request_stride, heads,
+    query, key_pool, value_pool, step_slots, prefix_lens, bits, output, parts, part_lse, arrivals, scale, width,
+    query_stride, key_stride, value_stride, slots_stride, heads,
     WORDS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr, PARTS: tl.constexpr, PART_TILES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SHORT_ROWS: tl.constexpr, SHORT_TILES: tl.constexpr, PRECISION: tl.constexpr, ATTEND_ROWS: tl.constexpr,
@@ -205,7 +205,7 @@ def _attend(
     request, part = tl.program_id(0), tl.program_id(2)
     kv_heads = heads // GROUP
     kv_head, block = tl.program_id(1) % kv_heads, tl.program_id(1) // kv_heads
-    slots = req_to_token + tl.load(requests + request).to(tl.int64) * request_stride
+    slots = step_slots + request.to(tl.int64) * slots_stride
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     tiles = tl.cdiv(prefix + width, KEYS)
     used_parts = tl.minimum(tl.cdiv(tiles, PART_TILES), PARTS)
@@ -276,7 +276,6 @@ class VerifyAttention:
         """
         self.bits = bits
         self.slots = slots
-        self._rows = torch.arange(len(slots), device=device)
         self._tiling = tiling
         is_cuda = torch.device(device).type == "cuda"
         self._attend_rows = attend_rows_on(torch.cuda.get_device_capability(device)[0] if is_cuda else 0)
@@ -306,8 +305,8 @@ class VerifyAttention:
             known = None if self.bits is None else list(self.bits.shape)
             raise ValueError(f"the attention of trees of {width} nodes needs their ancestor bits, and has {known}")
         if is_tree and words_for(width) > MOST_WORDS:
-            raise ValueError(f"the attention of trees takes up to {32 * MOST_WORDS + 1} nodes, not {width}")
-        rows = min(len(self.slots), len(self.slots) if self.bits is None else len(self.bits))
+            raise ValueError(f"the attention of trees takes up to {BITS_PER_WORD * MOST_WORDS + 1} nodes, not {width}")
+        rows = min(len(each) for each in (self.slots, self.bits) if each is not None)
         if len(query) > rows * width:
             raise ValueError(f"the attention has slots or bits of {rows} requests, not of {len(query) // width}")
         tokens, heads, dim = query.shape
@@ -323,7 +322,7 @@ class VerifyAttention:
         bits, words = (self.bits, words_for(width)) if is_tree else (self.slots, 0)
         is_cut_short = tiling.rows <= SHORT_ROWS * parts
         _attend[(batch, blocks, parts)](
-            query, key_pool, value_pool, self.slots, self._rows, prefix_lens, bits, output, values, lse, self._arrivals,
+            query, key_pool, value_pool, self.slots, prefix_lens, bits, output, values, lse, self._arrivals,
             scale * LOG2_E, width, query.stride(0), key_pool.stride(0), value_pool.stride(0), self.slots.stride(0),
             heads,
             WORDS=words, GROUP=group, DIM=dim, VALUE_DIM=value_dim, DIMS=triton.next_power_of_2(dim),

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ddtree_appliance.ddtree.inputs import BITS_PER_WORD, DraftInputs, VerifyInputs, words_for
+from ddtree_appliance.ddtree.inputs import DraftInputs, VerifyInputs
+from ddtree_appliance.ddtree.limits import BITS_PER_WORD, words_for
 from ddtree_appliance.ddtree.torch_ops import TreeBatch
 
 # Prefix lengths that are summed at once: a constant, so that every batch runs the same compiled kernel.
@@ -25,7 +26,7 @@ def _write_draft_inputs(
     own_row = req_to_token + tl.load(requests + at).to(tl.int64) * request_stride
     if HAS_ROWS:
         place = part * COPIED + tl.arange(0, COPIED)
-        is_known = place < prefix + step_slots
+        is_known = (place < prefix + step_slots) & (place < row_stride)
         tl.store(rows + at * row_stride + place, tl.load(own_row + place, mask=is_known, other=0), mask=is_known)
     if part == 0:
         bonus = tl.load(bonus_tokens + at).to(tl.int64)

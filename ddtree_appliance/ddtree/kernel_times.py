@@ -43,13 +43,17 @@ QWEN3_8B = Sizes()
 
 
 def microseconds(call: Call) -> float | None:
-    """Median time of a replayed graph of many calls; None if a graph cannot hold the call, or the GPU its tiles."""
+    """Median time of a replayed graph of many calls; None if a graph cannot hold the call, or the GPU its tiles.
+
+    Raises torch.AcceleratorError if the call broke the GPU's context: nothing after it would be a measurement.
+    """
     try:
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         return 1e3 * float(triton.testing.do_bench_cudagraph(call, rep=20, return_mode="median"))
     except (RuntimeError, torch.AcceleratorError, OutOfResources):
+        torch.cuda.synchronize()  # raises again after a failed assertion or an illegal access, and only then
         return None
 
 
@@ -95,7 +99,8 @@ class Inputs:
         mask = torch.ones(width * (int(prefix.sum()) + batch * width), device=self.device, dtype=torch.uint8)
         bits = torch.zeros((batch, width, words_for(width)), device=self.device, dtype=torch.int32)
         requests = torch.arange(batch, device=self.device)
-        req_to_token = self.slots[: batch * (sizes.prefix + width)].view(batch, -1).to(torch.int32)
+        table_shape = batch, sizes.prefix + width
+        req_to_token = torch.randint(sizes.slots, table_shape, device=self.device, dtype=torch.int32)
         step_rows = torch.zeros_like(req_to_token)
         bonus = torch.zeros(batch, device=self.device, dtype=torch.int64)
         logits = torch.randn(batch, width, sizes.vocabulary, device=self.device)

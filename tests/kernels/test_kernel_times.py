@@ -3,11 +3,17 @@
 At small sizes, through the interpreter or on a GPU; the times themselves are no matter of a test.
 """
 
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
+triton = pytest.importorskip("triton", reason="needs triton")
 from ddtree_appliance.ddtree.fused.attention import Tiling  # noqa: E402
-from ddtree_appliance.ddtree.kernel_times import Attention, Inputs, Sizes  # noqa: E402
+from ddtree_appliance.ddtree.kernel_times import Attention, Inputs, Sizes, microseconds  # noqa: E402
+from ddtree_appliance.ddtree.kernels import Kernels  # noqa: E402
 from tests.kernels.test_fused import DEVICE, FUSED, INTERPRETED, TWIN, pytestmark  # noqa: E402, F401
 
 SMALL = Sizes(
@@ -39,6 +45,37 @@ def test_a_step_can_be_called_fused_and_as_its_twin(name: str, inputs: Inputs) -
         steps = inputs.steps(table, 2, 7)
         assert list(steps) == STEPS
         steps[name]()
+
+
+@pytest.mark.parametrize("table", [FUSED, TWIN], ids=["fused", "twin"])
+def test_the_longest_prefix_has_slots_where_the_pool_is_smaller_than_all_rows_together(table: Kernels) -> None:
+    """On a GPU a missing slot is an assertion that ends every later call; 32 requests at Qwen3-8B's sizes met it."""
+    inputs = Inputs(replace(SMALL, slots=32), 2, DEVICE, torch.float16)
+    inputs.prefix.fill_(SMALL.prefix - 1)
+    drafts = inputs.steps(table, 2, 7)["draft inputs"]()
+    assert drafts.slots.shape == (2, 8)
+    assert 0 <= int(drafts.slots.min()) <= int(drafts.slots.max()) < 32
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_call_that_broke_the_context_is_not_taken_for_one_that_a_graph_cannot_hold(
+    is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = []
+
+    def replay(*arguments: Any, **options: Any) -> float:
+        failed.append(True)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def synchronize() -> None:
+        if failed and is_broken:
+            raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(triton.testing, "do_bench_cudagraph", replay)
+    with pytest.raises(torch.AcceleratorError) if is_broken else nullcontext():
+        assert microseconds(lambda: None) is None
+    assert failed
 
 
 def test_the_product_is_that_of_every_position(inputs: Inputs) -> None:

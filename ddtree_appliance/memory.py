@@ -244,15 +244,16 @@ def _step_bytes(config: Config, target: Mapping[str, Any], drafter: Mapping[str,
         # The kernels keep all logits at once, in the model's type. Where that is less, the rest stands for the graphs.
         candidates = max(candidates, ranked * item_bytes(config))
     # One after the other, penalties and log-probabilities with less per logit; and how often each token was put out.
-    draws = min(DRAW_BYTES, nodes * vocabulary * DRAW_BYTES_PER_LOGIT) + running * vocabulary * _LOGIT_BYTES
-    total = logits + masks + indices + candidates + draws + running * row * 4
+    table_rows = running + 1  # ReqToTokenPool: row 0 is for padding
+    draws = min(DRAW_BYTES, nodes * vocabulary * DRAW_BYTES_PER_LOGIT) + table_rows * vocabulary * _LOGIT_BYTES
+    total = logits + masks + indices + candidates + draws + table_rows * row * 4
     if not graphs:
         return total
     if drafts > nodes:
         total += drafts * vocabulary * _LOGIT_BYTES  # GraphSharedOutput: a larger buffer does not replace the first
     total += masks + (nodes + drafts) * context * _KV_INDEX_BYTES - indices
     # What the verify attention reads (`DDTreeWorker.init_attention_backends`): slots, and a bit per node and node.
-    total += running * row * 4 + nodes * 4 * words_for(width)
+    total += table_rows * (row * 4 + width * 4 * words_for(width))
     for model, rows in ((text_config(target), nodes), (text_config(drafter), drafts)):
         heads = max(int(model["num_attention_heads"]) // tp_size, 1)
         total += rows * heads * _KV_SPLITS * (_head_dim(model) + 1) * _LOGIT_BYTES

@@ -108,11 +108,11 @@ def test_a_verify_step_by_hand() -> None:
             nodes * 151936 * 2,  # the model's own, bfloat16
             2 * nodes * (row + 65),  # masks: the graph's and the step's
             (nodes + drafts) * 32768 * 8,  # the graphs' KV indices
-            2 * 8 * row * 4,  # req_to_token, and its rows as the step found them
-            nodes * 2 * 4,  # ancestors, in bits
+            2 * 9 * row * 4,  # req_to_token, a row of padding included, and its rows as the step found them
+            9 * 65 * 2 * 4,  # ancestors, in bits
             256 << 20,  # ranking candidates: 8 x 15 x 151936 x 32 bytes would be more
             640 << 20,  # draws: nodes x 151936 x 56 bytes would be more
-            8 * 151936 * 4,  # how often each token was put out
+            9 * 151936 * 4,  # how often each token was put out
             (nodes + drafts) * 32 * 8 * 129 * 4,  # the graphs' split-KV outputs and their log-sums
         )
     )
@@ -158,9 +158,9 @@ def test_a_small_budget_reserves_for_the_drafters_block() -> None:
 
 def test_a_drafter_wider_than_the_tree_has_its_own_logits() -> None:
     narrow, wide = plan(budget=15, max_running_requests=8), plan(budget=14, max_running_requests=8)
-    per_node = 151936 * 6 + 2 * (32768 + 32 + 15) + 32768 * 8 + 32 * 8 * 129 * 4 + 4
+    per_node = 151936 * 6 + 2 * (32768 + 32 + 15) + 32768 * 8 + 32 * 8 * 129 * 4
     # One node less per request, but a second buffer of 8 x 16 rows; the masks' rows are narrower by one, too.
-    saved = 8 * per_node + 2 * 8 * 16
+    saved = 8 * per_node + 9 * 4 + 2 * 8 * 16  # bits are kept for a row of padding as well
     assert wide.step_bytes - narrow.step_bytes == 8 * 16 * 151936 * 4 - saved
 
 
@@ -312,10 +312,10 @@ def test_on_a_cpu_there_are_no_graphs_and_no_context() -> None:
             nodes * 4096 * 4,  # float32 already
             nodes * (row + 33),
             8 * 1024 * 8,
-            8 * row * 4,
+            9 * row * 4,  # req_to_token, a row of padding included
             8 * 15 * 4096 * 32,
             nodes * 4096 * 56,  # draws
-            8 * 4096 * 4,  # how often each token was put out
+            9 * 4096 * 4,  # how often each token was put out
         )
     )
     assert found.pool_tokens == 16384
@@ -444,6 +444,7 @@ def sglang() -> SimpleNamespace:
         triton=import_sglang(f"{root}.layers.attention.triton_backend"),
         masks=import_sglang(f"{root}.layers.attention.verify_mask"),
         shared=import_sglang(f"{root}.model_executor.graph_shared_output"),
+        pool=import_sglang(f"{root}.mem_cache.memory_pool"),
     )
 
 
@@ -683,11 +684,12 @@ def test_a_steps_buffers_are_those_that_sglang_makes(
             buffers[id(shared.get_logits_buffer(151936, rows=requests * tokens)._base)] = shared
         total += sum(4 * 151936 * shared.max_rows for shared in {id(each): each for each in buffers.values()}.values())
     row = context + sglang.sizing.get_req_to_token_extra_context_len(server_args)
-    total += requests * row * 4 + requests * width * 4 * words_for(width)
-    total += requests * row * 4 + requests * width * (row + width) + requests * width * 151936 * 2
+    table = sglang.pool.ReqToTokenPool(requests, row, "meta", enable_memory_saver=False).req_to_token
+    total += 2 * table.nbytes + len(table) * width * 4 * words_for(width)  # the second: the rows as the step found them
+    total += requests * width * (row + width) + requests * width * 151936 * 2
     ranked = requests * (block - 1) * 151936
     total += max(min(CANDIDATE_BYTES, ranked * CANDIDATE_BYTES_PER_LOGIT), ranked * 2)
-    total += min(DRAW_BYTES, requests * width * 151936 * DRAW_BYTES_PER_LOGIT) + requests * 151936 * 4
+    total += min(DRAW_BYTES, requests * width * 151936 * DRAW_BYTES_PER_LOGIT) + len(table) * 151936 * 4
     found = plan(
         budget=budget,
         drafter={"block_size": block},

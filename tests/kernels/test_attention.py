@@ -95,6 +95,7 @@ CASES = [
     ([126, 128, 129], 5, 2, 1, 16),
 ]
 if not INTERPRETED:
+    CASES += [([96 + 32 * n for n in range(8)], 15, 32, 8, 128)]  # a batch between few rows and many
     CASES += [([1], 64, 32, 8, 128), ([5000, 3], 128, 32, 8, 128), ([50 * n for n in range(32)], 64, 32, 8, 128)]
 
 

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.rehearsal
 
 BUDGETS = (1, 3, 7, 8, 15, 16, 32, 64)
 REFERENCE_BUDGETS = (1, 3, 8, 16, 64)
+# Sums in another order may swap two candidates that are almost equally likely.
+SAME_STEPS = 0.01
 Runs = list[list[list[int]]]
+Answer = dict[str, Any]
 
 
 # Asked again after the records are taken.
@@ -28,7 +31,15 @@ class Record:
     """A server's answers to the prompts. streamed: one by one, the tokens of the prefill and of each verify step."""
 
     streamed: Runs
-    together: list[list[int]]
+    together: list[Answer]
+
+    @property
+    def steps_alone(self) -> int:
+        return sum(len(runs) - 1 for runs in self.streamed)
+
+    @property
+    def steps_together(self) -> int:
+        return sum(int(answer["meta_info"]["spec_verify_ct"]) for answer in self.together)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +79,10 @@ def accept_length(runs_of: Runs) -> float:
     return sum(map(len, steps)) / len(steps)
 
 
-def together(server: RehearsalServer, prompts: Sequence[Sequence[int]], **parameters: Any) -> list[list[int]]:
-    """The tokens for all prompts, 8 requests at a time."""
+def together(server: RehearsalServer, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    """The answers to all prompts, 8 requests at a time."""
     with ThreadPoolExecutor(8) as senders:
-        answers = senders.map(lambda prompt: server.generate(prompt, NEW_TOKENS, **parameters), prompts)
-        return [answer["output_ids"] for answer in answers]
+        return list(senders.map(lambda prompt: server.generate(prompt, NEW_TOKENS), prompts))
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -86,7 +96,15 @@ def test_sequential_greedy_tokens_equal_plain_decoding(
 def test_eight_concurrent_greedy_requests_equal_plain_decoding(
     budget: int, records: dict[Kind, Record], plain_tokens: list[list[int]]
 ) -> None:
-    assert records[tree(budget)].together == plain_tokens
+    assert [answer["output_ids"] for answer in records[tree(budget)].together] == plain_tokens
+
+
+@pytest.mark.parametrize("kind", [CHAIN, *map(tree, BUDGETS)], ids=lambda kind: f"{kind.algorithm}-{kind.budget}")
+def test_eight_concurrent_requests_take_as_many_steps_as_one_at_a_time(kind: Kind, records: dict[Kind, Record]) -> None:
+    """Drafts made from another request's hidden states cost steps and no token."""
+    found = records[kind]
+    print(f"{found.steps_alone} steps alone, {found.steps_together} together")
+    assert found.steps_together == pytest.approx(found.steps_alone, rel=SAME_STEPS)
 
 
 def test_the_chain_on_the_patched_wheel_equals_plain_decoding(
@@ -146,7 +164,7 @@ def test_every_length_limit_cuts_an_accepted_run_exactly(
 
 
 @pytest.fixture(scope="module")
-def sabotage_runs(pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]) -> dict[str, Runs]:
+def sabotaged_records(pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]) -> dict[str, Record]:
     faults = {
         "mask_dropped": 16,
         "kv_not_moved": 16,
@@ -154,25 +172,40 @@ def sabotage_runs(pool: ServerPool, prompts: list[list[int]], plain_tokens: list
         "hidden_in_slot_order": 16,
         "builder_ignores_path": 16,
         "reserve_from_budget_alone": 3,
+        "hidden_of_another_request": 16,
     }
-    runs = record(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
-    return dict(zip(faults, (each.streamed for each in runs.values()), strict=True))
+    found = record(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
+    return dict(zip(faults, found.values(), strict=True))
 
 
 @pytest.mark.parametrize("fault", ["mask_dropped", "kv_not_moved", "positions_by_index"])
 def test_a_fault_in_the_verify_step_changes_the_tokens(
-    fault: str, sabotage_runs: dict[str, Runs], plain_tokens: list[list[int]]
+    fault: str, sabotaged_records: dict[str, Record], plain_tokens: list[list[int]]
 ) -> None:
-    assert tokens_of(sabotage_runs[fault]) != plain_tokens
+    assert tokens_of(sabotaged_records[fault].streamed) != plain_tokens
 
 
 @pytest.mark.parametrize(
     ("fault", "budget"), [("hidden_in_slot_order", 16), ("builder_ignores_path", 16), ("reserve_from_budget_alone", 3)]
 )
 def test_a_fault_in_the_drafts_leaves_the_tokens_but_not_the_steps(
-    fault: str, budget: int, sabotage_runs: dict[str, Runs], prompts: list[list[int]], plain_tokens: list[list[int]]
+    fault: str,
+    budget: int,
+    sabotaged_records: dict[str, Record],
+    prompts: list[list[int]],
+    plain_tokens: list[list[int]],
 ) -> None:
-    runs = sabotage_runs[fault]
+    runs = sabotaged_records[fault].streamed
     assert tokens_of(runs) == plain_tokens
     agreement: Agreement = judge(prompts, runs, budget, DEFAULT_TOPK)
     assert agreement.share < 0.99, agreement
+
+
+def test_a_fault_between_the_requests_of_a_batch_shows_in_its_steps_alone(
+    sabotaged_records: dict[str, Record], prompts: list[list[int]], plain_tokens: list[list[int]]
+) -> None:
+    found = sabotaged_records["hidden_of_another_request"]
+    assert tokens_of(found.streamed) == [answer["output_ids"] for answer in found.together] == plain_tokens
+    assert judge(prompts, found.streamed, 16, DEFAULT_TOPK).share >= 0.99
+    print(f"{found.steps_alone} steps alone, {found.steps_together} together")
+    assert found.steps_together > 1.5 * found.steps_alone

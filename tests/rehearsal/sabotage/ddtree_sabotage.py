@@ -29,6 +29,11 @@ def hidden_in_slot_order(rows: torch.Tensor, accepted: torch_ops.AcceptBatch) ->
     return rows.view(batch, -1, rows.shape[-1])[:, :run].contiguous()
 
 
+def hidden_of_another_request(rows: torch.Tensor, accepted: torch_ops.AcceptBatch) -> torch.Tensor:
+    """Right as long as a request is alone."""
+    return torch_ops.gather_path(rows, accepted).roll(1, dims=0)
+
+
 def positions_by_index(trees: torch_ops.TreeBatch, *others: Any, **outs: Any) -> inputs.VerifyInputs:
     chain = replace(trees, depths=torch.arange(trees.depths.shape[1]).expand_as(trees.depths))
     return inputs.verify_inputs(chain, *others, **outs)
@@ -76,6 +81,7 @@ KERNEL_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "mask_dropped": ("verify_inputs", mask_dropped),
     "kv_not_moved": ("move_kv", kv_not_moved),
     "hidden_in_slot_order": ("gather_path", hidden_in_slot_order),
+    "hidden_of_another_request": ("gather_path", hidden_of_another_request),
     "positions_by_index": ("verify_inputs", positions_by_index),
     "builder_ignores_path": ("build_trees", builder_ignores_path),
     "noise_of_the_node": ("sample_nodes", noise_of_the_node),

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from ddtree_appliance.checkpoint import Checkpoint, read_checkpoint, read_optional_json, with_local_models
 from ddtree_appliance.checks import NOT_CHECKED, Facts, Host
+from ddtree_appliance.config import Config
 from ddtree_appliance.ddtree.pair import block_size_of, pair_problems
 from ddtree_appliance.errors import HostError, UsageError
 from ddtree_appliance.gpus import Gpu
 from ddtree_appliance.memory import context_limit, gib, plan_memory, text_config
 
+# docs/benchmarks/h200.md: every larger tree with as many tokens in a step lost to DFLASH's chain, none with fewer did,
+# and one of 15 nodes, with the root as wide as the chain, won at every number of requests.
+_LOSING_TOKENS, _SAFE_BUDGET = 512, 15
 _BALANCE = 0.9  # SGLang refuses ranks whose free memory differs by more than a tenth
 
 
@@ -84,7 +88,18 @@ def shape(facts: Facts, host: Host) -> str:
         hints.append("engine.kv_dtype: bfloat16")
     if problems:
         raise UsageError("; ".join(problems), "; ".join(dict.fromkeys(hints)))
-    return f"context {wanted} of {context_limit(facts.target.config)}"
+    return f"context {wanted} of {context_limit(facts.target.config)}; {_full_verify(facts.config)}"
+
+
+def _full_verify(config: Config) -> str:
+    """How much a verify step of the fullest batch computes, and whether that is known to be too much."""
+    requests, width = config.engine.max_running_requests, config.ddtree.budget + 1
+    said = f"a full batch of {requests} verifies {requests * width} tokens"
+    if config.engine.device == "cpu" or config.ddtree.budget <= _SAFE_BUDGET or requests * width < _LOSING_TOKENS:
+        return said
+    return (
+        f"{said}, with which one H200 was no faster than with DFLASH; with ddtree.budget: {_SAFE_BUDGET} it always was"
+    )
 
 
 def _asks_for_fp8_kv(target: Checkpoint) -> bool:

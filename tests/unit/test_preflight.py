@@ -27,6 +27,9 @@ from ddtree_appliance.preflight import CHECKS, Finding, raise_failed, run_prefli
 from tests.unit.model_folders import DRAFTER, TARGET, make_checkpoint
 from tests.unit.nobody import as_nobody
 
+BENCHMARK = Path(__file__).resolve().parents[2] / "docs/benchmarks/h200.json"
+MEASURED_TREES = [row for row in json.loads(BENCHMARK.read_text())["results"] if row["algorithm"] == "DDTREE"]
+
 KEY = "a-key-of-sixteen-or-more"
 NAMES = [check.name for check in CHECKS]
 DRIVER = Driver("580.159.04", (13, 0))
@@ -106,7 +109,7 @@ def test_a_sound_host_passes_and_says_what_it_has(bench: Bench) -> None:
     assert [finding.detail for finding in found.values()] == [
         f"{bench.folder}/target and {bench.folder}/drafter are complete",
         "the drafter fits the target, block size 16",
-        "context 16384 of 40960",
+        "context 16384 of 40960; a full batch of 8 verifies 256 tokens",
         "no variable that changes what is served",
         "1 keys are readable",
         found["folders"].detail,
@@ -118,6 +121,29 @@ def test_a_sound_host_passes_and_says_what_it_has(bench: Bench) -> None:
     assert found["folders"].detail.startswith(f"{bench.folder}/cache and {bench.folder}/tmp are writable, ")
     assert found["memory"].detail.startswith("131584 of ")
     assert all(finding.error is None for finding in found.values())
+
+
+@pytest.mark.parametrize("row", MEASURED_TREES, ids=lambda row: f"{row['concurrency']}x{row['budget']}")
+def test_the_preflight_names_the_trees_that_were_no_faster_than_a_chain(row: dict[str, Any], bench: Bench) -> None:
+    requests, budget = row["concurrency"], row["budget"]
+    bench.sections["engine"] |= {"max_running_requests": requests, "guarantee_context": False}
+    bench.sections["ddtree"] = {"budget": budget}
+    _, _, said = bench.run()["shape"].detail.partition("; ")
+    assert said.startswith(f"a full batch of {requests} verifies {requests * (budget + 1)} tokens")
+    was_no_faster = row["ratio_to_dflash"] < 1 or row["within_noise"]
+    assert ("no faster than with DFLASH; with ddtree.budget: 15 it always was" in said) == was_no_faster
+
+
+def test_trees_of_15_nodes_were_always_faster_than_a_chain() -> None:
+    rows = [row for row in MEASURED_TREES if row["budget"] == 15]
+    assert {row["concurrency"] for row in rows} == {1, 2, 4, 8, 16, 32}
+    assert all(row["ratio_to_dflash"] > 1 and not row["within_noise"] for row in rows)
+
+
+def test_a_rehearsal_is_told_nothing_of_a_gpus_speed(bench: Bench) -> None:
+    on_cpu(bench)
+    bench.sections["ddtree"] = {"budget": 128}
+    assert bench.run()["shape"].detail.endswith("a full batch of 8 verifies 1032 tokens")
 
 
 def test_facts_are_kept_for_the_start(bench: Bench) -> None:

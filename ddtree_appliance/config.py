@@ -183,7 +183,7 @@ class DDTreeConfig(_Section):
     budget: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = Field(
         31,
         description="Node budget: draft nodes per request and verify step; best one less than a multiple of 16. On an"
-        " H200 31 was good with up to 4 requests at once, 15 with any number.",
+        " H200 31 was good with up to 4 requests at once, 15 with up to 32.",
     )
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] = Field(16, description="Candidate tokens per position.")
     block_size: Annotated[int, Field(ge=2, le=256)] | None = Field(

@@ -1,9 +1,9 @@
 """DDTREE writes the target's own greedy tokens, and its drafts are the ones the algorithm asks for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,6 +20,7 @@ REFERENCE_BUDGETS = (1, 3, 8, 16, 64)
 SAME_STEPS = 0.01
 Runs = list[list[list[int]]]
 Answer = dict[str, Any]
+T = TypeVar("T")
 
 
 # Asked again after the records are taken.
@@ -28,10 +29,16 @@ KEPT = (PLAIN, CHAIN, tree(64))
 
 @dataclass(frozen=True)
 class Record:
-    """A server's answers to the prompts. streamed: one by one, the tokens of the prefill and of each verify step."""
+    """A server's answers to the prompts. streamed: one by one, the tokens of the prefill and of each verify step;
+    together: 8 requests at a time.
+    """
 
     streamed: Runs
     together: list[Answer]
+
+    @property
+    def tokens_together(self) -> list[list[int]]:
+        return [answer["output_ids"] for answer in self.together]
 
     @property
     def steps_alone(self) -> int:
@@ -44,17 +51,16 @@ class Record:
 
 @pytest.fixture(scope="module")
 def records(pool: ServerPool, prompts: list[list[int]]) -> dict[Kind, Record]:
-    return record(pool, [CHAIN, *map(tree, BUDGETS)], prompts)
+    return ask(pool, [CHAIN, *map(tree, BUDGETS)], lambda server: record(server, prompts))
 
 
-def record(pool: ServerPool, kinds: Sequence[Kind], prompts: Sequence[Sequence[int]]) -> dict[Kind, Record]:
+def ask(pool: ServerPool, kinds: Sequence[Kind], question: Callable[[RehearsalServer], T]) -> dict[Kind, T]:
     """Two servers at a time, one per core; then they make room for the next two."""
 
-    def of(kind: Kind) -> tuple[Kind, Record]:
-        streamed = [pool[kind].stream_runs(prompt, NEW_TOKENS) for prompt in prompts]
-        return kind, Record(streamed, together(pool[kind], prompts))
+    def of(kind: Kind) -> tuple[Kind, T]:
+        return kind, question(pool[kind])
 
-    found: dict[Kind, Record] = {}
+    found: dict[Kind, T] = {}
     for first in range(0, len(kinds), 2):
         pair = kinds[first : first + 2]
         pool.start(pair)
@@ -79,10 +85,14 @@ def accept_length(runs_of: Runs) -> float:
     return sum(map(len, steps)) / len(steps)
 
 
-def together(server: RehearsalServer, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """The answers to all prompts, 8 requests at a time."""
+def one_by_one(server: RehearsalServer, prompts: Sequence[Sequence[int]]) -> Runs:
+    return [server.stream_runs(prompt, NEW_TOKENS) for prompt in prompts]
+
+
+def record(server: RehearsalServer, prompts: Sequence[Sequence[int]]) -> Record:
+    streamed = one_by_one(server, prompts)
     with ThreadPoolExecutor(8) as senders:
-        return list(senders.map(lambda prompt: server.generate(prompt, NEW_TOKENS), prompts))
+        return Record(streamed, list(senders.map(lambda prompt: server.generate(prompt, NEW_TOKENS), prompts)))
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -96,7 +106,7 @@ def test_sequential_greedy_tokens_equal_plain_decoding(
 def test_eight_concurrent_greedy_requests_equal_plain_decoding(
     budget: int, records: dict[Kind, Record], plain_tokens: list[list[int]]
 ) -> None:
-    assert [answer["output_ids"] for answer in records[tree(budget)].together] == plain_tokens
+    assert records[tree(budget)].tokens_together == plain_tokens
 
 
 @pytest.mark.parametrize("kind", [CHAIN, *map(tree, BUDGETS)], ids=lambda kind: f"{kind.algorithm}-{kind.budget}")
@@ -164,7 +174,7 @@ def test_every_length_limit_cuts_an_accepted_run_exactly(
 
 
 @pytest.fixture(scope="module")
-def sabotaged_records(pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]) -> dict[str, Record]:
+def sabotage_runs(pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]) -> dict[str, Runs]:
     faults = {
         "mask_dropped": 16,
         "kv_not_moved": 16,
@@ -172,40 +182,36 @@ def sabotaged_records(pool: ServerPool, prompts: list[list[int]], plain_tokens: 
         "hidden_in_slot_order": 16,
         "builder_ignores_path": 16,
         "reserve_from_budget_alone": 3,
-        "hidden_of_another_request": 16,
     }
-    found = record(pool, [sabotaged(fault, budget) for fault, budget in faults.items()], prompts)
-    return dict(zip(faults, found.values(), strict=True))
+    kinds = [sabotaged(fault, budget) for fault, budget in faults.items()]
+    runs = ask(pool, kinds, lambda server: one_by_one(server, prompts))
+    return dict(zip(faults, runs.values(), strict=True))
 
 
 @pytest.mark.parametrize("fault", ["mask_dropped", "kv_not_moved", "positions_by_index"])
 def test_a_fault_in_the_verify_step_changes_the_tokens(
-    fault: str, sabotaged_records: dict[str, Record], plain_tokens: list[list[int]]
+    fault: str, sabotage_runs: dict[str, Runs], plain_tokens: list[list[int]]
 ) -> None:
-    assert tokens_of(sabotaged_records[fault].streamed) != plain_tokens
+    assert tokens_of(sabotage_runs[fault]) != plain_tokens
 
 
 @pytest.mark.parametrize(
     ("fault", "budget"), [("hidden_in_slot_order", 16), ("builder_ignores_path", 16), ("reserve_from_budget_alone", 3)]
 )
 def test_a_fault_in_the_drafts_leaves_the_tokens_but_not_the_steps(
-    fault: str,
-    budget: int,
-    sabotaged_records: dict[str, Record],
-    prompts: list[list[int]],
-    plain_tokens: list[list[int]],
+    fault: str, budget: int, sabotage_runs: dict[str, Runs], prompts: list[list[int]], plain_tokens: list[list[int]]
 ) -> None:
-    runs = sabotaged_records[fault].streamed
+    runs = sabotage_runs[fault]
     assert tokens_of(runs) == plain_tokens
     agreement: Agreement = judge(prompts, runs, budget, DEFAULT_TOPK)
     assert agreement.share < 0.99, agreement
 
 
 def test_a_fault_between_the_requests_of_a_batch_shows_in_its_steps_alone(
-    sabotaged_records: dict[str, Record], prompts: list[list[int]], plain_tokens: list[list[int]]
+    pool: ServerPool, prompts: list[list[int]], plain_tokens: list[list[int]]
 ) -> None:
-    found = sabotaged_records["hidden_of_another_request"]
-    assert tokens_of(found.streamed) == [answer["output_ids"] for answer in found.together] == plain_tokens
+    found = record(pool[sabotaged("hidden_of_another_request", 16)], prompts)
+    assert tokens_of(found.streamed) == found.tokens_together == plain_tokens
     assert judge(prompts, found.streamed, 16, DEFAULT_TOPK).share >= 0.99
     print(f"{found.steps_alone} steps alone, {found.steps_together} together")
     assert found.steps_together > 1.5 * found.steps_alone
